@@ -1,9 +1,9 @@
 """A small Qwen3 model with random weights whose output really depends on the KV cache.
 
 Run ``python -m vllm_integration.tiny_model DIR [SHAPE]`` to make one; nothing is downloaded.
-Weights of the usual training initialisation, or vLLM's dummy ones, make a model that repeats one token whatever is
-in its cache, and such a model proves nothing about a cache.  Here attention is sharp and outweighs the current
-token's own embedding, so every generated token follows from what earlier blocks hold.
+Weights of the usual training initialisation, or vLLM's dummy ones, make a model that repeats one token
+whatever is in its cache, and such a model proves nothing about a cache.  Here attention is sharp and
+outweighs the current token's own embedding, so every generated token follows from what earlier blocks hold.
 """
 
 import argparse
@@ -48,7 +48,12 @@ SHAPES = {
 
 
 def make_tiny_model(
-    path: str | Path, *, shape: str | ModelShape = "tiny", seed: int = 0, device: str | None = None, **sizes: Any
+    path: str | Path,
+    *,
+    shape: str | ModelShape = "tiny",
+    seed: int = 0,
+    device: str | None = None,
+    **sizes: Any,
 ) -> Path:
     """Write a complete model directory: configuration, weights in safetensors and a tokenizer.
 
@@ -57,7 +62,7 @@ def make_tiny_model(
     path
         Directory to write; made if it is not there, its files of the same names are replaced.
     shape
-        A name in ``SHAPES`` or a ``ModelShape``; ``sizes`` replaces single fields of it (``layers=8``, ``hidden=512``).
+        A name in ``SHAPES`` or a ``ModelShape``; ``sizes`` replaces single fields of it (``layers=8``).
     seed
         The weights follow from ``shape``, ``seed`` and the kind of ``device`` alone.
     device
@@ -70,7 +75,9 @@ def make_tiny_model(
     """
     sizes_of = replace(SHAPES[shape] if isinstance(shape, str) else shape, **sizes)
     if sizes_of.vocab < NUM_BYTES + len(SPECIAL_TOKENS) + 64:
-        raise ValueError(f"vocab {sizes_of.vocab} is too small: 256 bytes, specials and at least 64 words are needed")
+        raise ValueError(
+            f"vocab {sizes_of.vocab} is too small: 256 bytes, specials and at least 64 words are needed"
+        )
     if device is None:
         large = sizes_of.layers * sizes_of.hidden > 8192
         device = "cuda" if large and torch.cuda.is_available() else "cpu"
@@ -84,7 +91,7 @@ def make_tiny_model(
 
 
 def _config(s: ModelShape) -> dict[str, Any]:
-    # Both spellings of the rotary base and of the dtype: transformers 4 reads the first, transformers 5 the second.
+    # Both spellings of the rotary base and of the dtype: transformers 4 reads one, transformers 5 the other.
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -110,7 +117,7 @@ def _config(s: ModelShape) -> dict[str, Any]:
 
 
 def _write_tokenizer(path: Path, vocab_size: int) -> None:
-    """Byte-level tokenizer without merges: any text is its bytes, and each higher id decodes to its own word."""
+    """Write a byte-level tokenizer without merges: text is its bytes, each higher id is one word."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -120,7 +127,9 @@ def _write_tokenizer(path: Path, vocab_size: int) -> None:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
     tokenizer.save(str(path / "tokenizer.json"))
     _write_json(
         path / "tokenizer_config.json",
@@ -158,12 +167,14 @@ def _write_weights(file: Path, s: ModelShape, seed: int, device: torch.device) -
     def constant(size: int, value: float) -> torch.Tensor:
         return torch.full((size,), value, dtype=dtype)
 
-    # Every sub-layer reads a normalised input, so `gain` is about the size of what it adds to the residual stream.
-    # A small embedding lets the first attention outweigh it; query and key norms of g give scores with deviation g * g.
-    embedding_size, score_norm = 0.05, 1.7
+    # Every sub-layer reads a normalised input, so `gain` is about the size of what it adds to the residual.
+    # A small embedding lets the first attention outweigh it; query and key norms of g make scores with
+    # standard deviation g * g, and the last norm or the head brings that of the logits to logit_size.
+    embedding_size, score_norm, logit_size = 0.05, 1.7, 4.0
+    tied_norm = logit_size / (embedding_size * math.sqrt(s.hidden))
     tensors = {
         "model.embed_tokens.weight": normal(s.vocab, s.hidden, embedding_size * math.sqrt(s.hidden)),
-        "model.norm.weight": constant(s.hidden, 4.0 / (embedding_size * math.sqrt(s.hidden)) if s.tie_word_embeddings else 1.0),
+        "model.norm.weight": constant(s.hidden, tied_norm if s.tie_word_embeddings else 1.0),
     }
     for layer in range(s.layers):
         p = f"model.layers.{layer}."
@@ -181,8 +192,8 @@ def _write_weights(file: Path, s: ModelShape, seed: int, device: torch.device) -
             p + "mlp.down_proj.weight": normal(s.hidden, s.intermediate, 1.0),
         }
     if not s.tie_word_embeddings:
-        head = normal(s.vocab, s.hidden, 4.0)
-        head[: NUM_BYTES + len(SPECIAL_TOKENS)] = 0  # a logit of 0 never wins: the model speaks in words and never ends
+        head = normal(s.vocab, s.hidden, logit_size)
+        head[: NUM_BYTES + len(SPECIAL_TOKENS)] = 0  # a logit of 0 never wins: only words, no end token
         tensors["lm_head.weight"] = head
     save_file(tensors, str(file), metadata={"format": "pt"})
 
