@@ -1,0 +1,451 @@
+/* Reservations, physical handles, mappings and access rights of the simulated devices.  See vmm_sim.h. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include "vmm_sim.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static uint64_t granule(void) { return (uint64_t)sim_option("granularity"); }
+static uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
+
+sim_range *sim_find_range(uint64_t address)
+{
+    for (sim_range *range = sim.ranges; range; range = range->next)
+        if (address >= range->address && address < range->address + range->size)
+            return range;
+    return NULL;
+}
+
+sim_mapping *sim_find_mapping(uint64_t address)
+{
+    for (sim_mapping *mapping = sim.mappings; mapping; mapping = mapping->next)
+        if (address >= mapping->address && address < mapping->address + mapping->size)
+            return mapping;
+    return NULL;
+}
+
+static sim_handle *find_handle(uint64_t id)
+{
+    for (sim_handle *handle = sim.handles; handle; handle = handle->next)
+        if (handle->id == id)
+            return handle;
+    return NULL;
+}
+
+bool sim_accessible(int device, uint64_t address, uint64_t size)
+{
+    uint64_t end = address + size;
+    sim_range *range = sim_find_range(address);
+    if (range && range->is_allocation)
+        return end <= range->address + range->size && range->device == device;
+    while (address < end) {
+        sim_mapping *mapping = sim_find_mapping(address);
+        if (!mapping || mapping->access[device] != 3)
+            return false;
+        address = mapping->address + mapping->size;
+    }
+    return true;
+}
+
+int sim_granularity(int device, unsigned handle_types, bool recommended, size_t *granularity)
+{
+    int code = (int)sim_option("granularity_code");
+    if (code)
+        return code;
+    if (device < 0 || device >= SIM_DEVICES)
+        return sim_violation(SIM_INVALID_DEVICE, "granularity asked for device %d", device);
+    if (handle_types & SIM_HANDLE_FABRIC && sim_option("fabric_code"))
+        return (int)sim_option("fabric_code");
+    *granularity = granule();
+    if (handle_types & SIM_HANDLE_FABRIC)
+        *granularity *= (size_t)sim_option("fabric_granularity_factor");
+    if (recommended)
+        *granularity *= (size_t)sim_option("recommended_factor");
+    return SIM_OK;
+}
+
+int sim_reserve(uint64_t *address, size_t size, size_t alignment, uint64_t hint)
+{
+    uint64_t unit = granule(), limit = (uint64_t)sim_option("max_reserve_bytes"), base;
+    char *raw;
+    sim_range *range;
+    if (!address || !size || size % unit)
+        return sim_violation(SIM_INVALID_VALUE, "reserving %zu bytes, not a multiple of %llu", size,
+                             (unsigned long long)unit);
+    if (alignment & (alignment - 1))
+        return sim_violation(SIM_INVALID_VALUE, "alignment %zu is not a power of two", alignment);
+    if (limit && size > limit)
+        return SIM_OUT_OF_MEMORY;
+    if (alignment && sim_option("aligned_reserve_code"))
+        return (int)sim_option("aligned_reserve_code");
+    if (alignment < unit)
+        alignment = unit;
+    if (size > UINT64_MAX / 2)
+        return SIM_OUT_OF_MEMORY;
+    raw = MAP_FAILED;
+    if (hint && !sim_option("refuse_address_hint"))
+        raw = mmap((void *)hint, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE,
+                   -1, 0);
+    base = (uint64_t)raw;
+    if (raw == MAP_FAILED) {
+        raw = mmap(NULL, size + alignment, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (raw == MAP_FAILED)
+            return SIM_OUT_OF_MEMORY;
+        base = round_up((uint64_t)raw, alignment);
+        if (base > (uint64_t)raw)
+            munmap(raw, base - (uint64_t)raw);
+        if ((uint64_t)raw + alignment > base)
+            munmap((void *)(base + size), (uint64_t)raw + alignment - base);
+    }
+    range = calloc(1, sizeof *range);
+    *range = (sim_range){.address = base, .size = size, .next = sim.ranges};
+    sim.ranges = range;
+    *address = base;
+    return SIM_OK;
+}
+
+int sim_unreserve(uint64_t address, size_t size)
+{
+    for (sim_range **link = &sim.ranges; *link; link = &(*link)->next) {
+        sim_range *range = *link;
+        if (range->address != address || range->is_allocation)
+            continue;
+        if (range->size != size)
+            break;
+        for (sim_mapping *mapping = sim.mappings; mapping; mapping = mapping->next)
+            if (mapping->address >= address && mapping->address < address + size)
+                return sim_violation(SIM_INVALID_VALUE, "address range freed with a mapping in it");
+        if (range->broken)
+            return SIM_UNKNOWN;
+        for (int device = 0; device < SIM_DEVICES; device++)
+            if (range->device == device)
+                sim.devices[device].used -= range->held;
+        munmap((void *)address, size);
+        *link = range->next;
+        free(range);
+        return SIM_OK;
+    }
+    return sim_violation(SIM_INVALID_VALUE, "freed an address range that was not reserved with this base and size");
+}
+
+/* New memory never reads as zero: whole when it is small, both ends of each 64 KiB when it is large. */
+static void poison(int file, uint64_t size)
+{
+    char *memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (memory == MAP_FAILED)
+        return;
+    if (size <= 8u << 20)
+        memset(memory, SIM_POISON, size);
+    else
+        for (uint64_t at = 0; at < size; at += 65536)
+            memory[at] = memory[at + 65535] = (char)SIM_POISON;
+    munmap(memory, size);
+}
+
+static sim_handle *add_handle(int file, uint64_t size, uint64_t charge, int device, unsigned types, bool rdma)
+{
+    sim_handle *handle = calloc(1, sizeof *handle);
+    *handle = (sim_handle){.id = 0x7100 + 0x10 * ++sim.next_handle, .size = size, .charge = charge, .device = device,
+                           .file = file, .references = 1, .handle_types = types, .rdma = rdma, .next = sim.handles};
+    sim.devices[device].used += charge;
+    sim.handles = handle;
+    return handle;
+}
+
+int sim_create(uint64_t *id, size_t size, int device, unsigned handle_types, bool rdma)
+{
+    uint64_t page = (uint64_t)sim_option("page_bytes"), charge;
+    size_t unit = 0;
+    int file, code;
+    if (device < 0 || device >= SIM_DEVICES)
+        return sim_violation(SIM_INVALID_DEVICE, "memory created on device %d", device);
+    if (handle_types & ~(unsigned)(SIM_HANDLE_FD | SIM_HANDLE_FABRIC))
+        return SIM_NOT_SUPPORTED;
+    if (rdma && sim_option("rdma_code"))
+        return (int)sim_option("rdma_code");
+    code = sim_granularity(device, handle_types, false, &unit);
+    if (code)
+        return code;
+    if (!id || !size || size % unit)
+        return sim_violation(SIM_INVALID_VALUE, "created %zu bytes, not a multiple of %zu", size, unit);
+    charge = round_up(size, page > granule() ? page : granule());
+    if (sim.devices[device].used + sim.devices[device].neighbour + charge > sim.devices[device].total)
+        return SIM_OUT_OF_MEMORY;
+    file = memfd_create("vmm-sim", MFD_CLOEXEC);
+    if (file < 0 || ftruncate(file, (off_t)size)) {
+        if (file >= 0)
+            close(file);
+        return SIM_OUT_OF_MEMORY;
+    }
+    if (sim_option("poison"))
+        poison(file, size);
+    *id = add_handle(file, size, charge, device, handle_types, rdma)->id;
+    return SIM_OK;
+}
+
+static void drop_if_unused(sim_handle *handle)
+{
+    sim_range *range = handle->last_reservation ? sim_find_range(handle->last_reservation) : NULL;
+    if (handle->references || handle->mappings)
+        return;
+    if (range && sim_option("hold_until_address_free")) {
+        range->held += handle->charge;
+        range->device = handle->device;
+    } else {
+        sim.devices[handle->device].used -= handle->charge;
+    }
+    close(handle->file);
+    for (sim_handle **link = &sim.handles; *link; link = &(*link)->next)
+        if (*link == handle) {
+            *link = handle->next;
+            break;
+        }
+    free(handle);
+}
+
+int sim_release(uint64_t id)
+{
+    sim_handle *handle = find_handle(id);
+    sim_range *range;
+    if (!handle || !handle->references)
+        return sim_violation(SIM_INVALID_VALUE, "released a handle that is not held (0x%llx)", (unsigned long long)id);
+    range = handle->mappings && handle->last_reservation ? sim_find_range(handle->last_reservation) : NULL;
+    if (range && sim_option("release_while_mapped_breaks_free"))
+        range->broken = true;
+    handle->references--;
+    drop_if_unused(handle);
+    return SIM_OK;
+}
+
+int sim_map(uint64_t address, size_t size, size_t offset, uint64_t id)
+{
+    sim_handle *handle = find_handle(id);
+    sim_range *range = sim_find_range(address);
+    sim_mapping *mapping;
+    if (!handle || !handle->references)
+        return sim_violation(SIM_INVALID_VALUE, "mapped a handle that is not held (0x%llx)", (unsigned long long)id);
+    if (offset || size != handle->size)
+        return sim_violation(SIM_INVALID_VALUE, "mapped %zu bytes at offset %zu of a handle of %llu", size, offset,
+                             (unsigned long long)handle->size);
+    if (address % granule() || size % granule())
+        return sim_violation(SIM_INVALID_VALUE, "mapped at 0x%llx + %zu, not aligned", (unsigned long long)address, size);
+    if (!range || range->is_allocation || address + size > range->address + range->size)
+        return sim_violation(SIM_INVALID_VALUE, "mapped outside of a reservation");
+    for (mapping = sim.mappings; mapping; mapping = mapping->next)
+        if (address < mapping->address + mapping->size && mapping->address < address + size)
+            return sim_violation(SIM_INVALID_VALUE, "mapped over a mapping at 0x%llx", (unsigned long long)address);
+    if (mmap((void *)address, size, PROT_NONE, MAP_FIXED | MAP_SHARED, handle->file, 0) == MAP_FAILED)
+        return SIM_OUT_OF_MEMORY;
+    mapping = calloc(1, sizeof *mapping);
+    *mapping = (sim_mapping){.address = address, .size = size, .handle = handle, .next = sim.mappings};
+    sim.mappings = mapping;
+    handle->mappings++;
+    handle->last_reservation = range->address;
+    return SIM_OK;
+}
+
+/* How many whole mappings make up exactly [address, address + size); 0 when they do not. */
+static size_t whole_mappings(uint64_t address, uint64_t size)
+{
+    size_t count = 0;
+    uint64_t end = address + size;
+    while (address < end) {
+        sim_mapping *mapping = sim_find_mapping(address);
+        if (!mapping || mapping->address != address || mapping->address + mapping->size > end)
+            return 0;
+        address += mapping->size;
+        count++;
+    }
+    return count;
+}
+
+static void unmap_one(uint64_t address)
+{
+    for (sim_mapping **link = &sim.mappings; *link; link = &(*link)->next)
+        if ((*link)->address == address) {
+            sim_mapping *mapping = *link;
+            *link = mapping->next;
+            mmap((void *)address, mapping->size, PROT_NONE, MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                 -1, 0);
+            mapping->handle->mappings--;
+            drop_if_unused(mapping->handle);
+            free(mapping);
+            return;
+        }
+}
+
+int sim_unmap(uint64_t address, size_t size)
+{
+    size_t count = size ? whole_mappings(address, size) : 0;
+    if (!count)
+        return sim_violation(SIM_INVALID_VALUE, "unmapped 0x%llx + %zu, not a set of whole mappings",
+                             (unsigned long long)address, size);
+    if (sim_work_pending(address, size))
+        sim_violation(SIM_ILLEGAL_ADDRESS, "unmapped memory that enqueued work still uses");
+    if (count > 1 && sim_option("range_unmap_breaks_free"))
+        sim_find_range(address)->broken = true;
+    for (uint64_t at = address; at < address + size;) {
+        uint64_t next = at + sim_find_mapping(at)->size;
+        unmap_one(at);
+        at = next;
+    }
+    return SIM_OK;
+}
+
+/* ROCm 7.2 and before added up sizes from the reservation's first mapping, not from the address asked for
+ * (rocm-systems pull request 6977), and refused when no partial sum was the size. */
+static bool first_sum_hits(uint64_t address, uint64_t size)
+{
+    uint64_t at = sim_find_range(address)->address, end = at + sim_find_range(address)->size, sum = 0;
+    while (at < end && sum < size) {
+        sim_mapping *mapping = sim_find_mapping(at);
+        sum += mapping ? mapping->size : 0;
+        at += mapping ? mapping->size : granule();
+    }
+    return sum == size;
+}
+
+int sim_set_access(uint64_t address, size_t size, int device, unsigned flags)
+{
+    static uint64_t calls;
+    uint64_t every = (uint64_t)sim_option("set_access_fails_every");
+    if (device < 0 || device >= SIM_DEVICES)
+        return sim_violation(SIM_INVALID_DEVICE, "access for device %d", device);
+    if (flags != 0 && flags != 1 && flags != 3)
+        return sim_violation(SIM_INVALID_VALUE, "access flags %u", flags);
+    if (!size || !whole_mappings(address, size))
+        return sim_violation(SIM_INVALID_VALUE, "access set on 0x%llx + %zu, not a set of whole mappings",
+                             (unsigned long long)address, size);
+    if (every && ++calls % every == 0)
+        return SIM_INVALID_VALUE;
+    if (sim_option("set_access_first_sum") && !first_sum_hits(address, size))
+        return SIM_INVALID_VALUE;
+    for (uint64_t at = address; at < address + size;) {
+        sim_mapping *mapping = sim_find_mapping(at);
+        unsigned all = 0;
+        mapping->access[device] = flags;
+        for (int other = 0; other < SIM_DEVICES; other++)
+            all |= mapping->access[other];
+        mprotect((void *)at, mapping->size, (all & 1 ? PROT_READ : 0) | (all & 2 ? PROT_WRITE : 0));
+        at += mapping->size;
+    }
+    return SIM_OK;
+}
+
+typedef struct fabric_token {
+    uint64_t magic;
+    int process, file;
+    char padding[48];
+} fabric_token;
+_Static_assert(sizeof(fabric_token) == 64, "CUmemFabricHandle is 64 bytes");
+#define FABRIC_MAGIC 0x6b76666162726963ull
+
+int sim_export(uint64_t id, unsigned handle_type, void *shareable)
+{
+    sim_handle *handle = find_handle(id);
+    if (!handle || !handle->references || !shareable)
+        return sim_violation(SIM_INVALID_VALUE, "exported a handle that is not held");
+    if (!handle_type || (handle->handle_types & handle_type) != handle_type)
+        return sim_violation(SIM_INVALID_VALUE, "exported as type %u, was created for %u", handle_type,
+                             handle->handle_types);
+    if (handle_type == SIM_HANDLE_FD) {
+        int file = fcntl(handle->file, F_DUPFD_CLOEXEC, 0);
+        if (file < 0)
+            return SIM_OUT_OF_MEMORY;
+        memcpy(shareable, &file, sizeof file);
+    } else {
+        fabric_token token = {.magic = FABRIC_MAGIC, .process = (int)getpid(), .file = handle->file};
+        memcpy(shareable, &token, sizeof token);
+    }
+    return SIM_OK;
+}
+
+int sim_import(uint64_t *id, unsigned handle_type, void *shareable)
+{
+    struct stat status;
+    int file = -1, device = sim_current_device();
+    if (!id || !shareable)
+        return sim_violation(SIM_INVALID_VALUE, "imported nothing");
+    if (handle_type == SIM_HANDLE_FD) {
+        file = fcntl((int)(intptr_t)shareable, F_DUPFD_CLOEXEC, 0);
+    } else if (handle_type == SIM_HANDLE_FABRIC) {
+        fabric_token token;
+        char path[64];
+        memcpy(&token, shareable, sizeof token);
+        if (token.magic != FABRIC_MAGIC)
+            return sim_violation(SIM_INVALID_VALUE, "imported a fabric handle that is none");
+        snprintf(path, sizeof path, "/proc/%d/fd/%d", token.process, token.file);
+        file = open(path, O_RDWR | O_CLOEXEC);
+    }
+    if (file < 0 || fstat(file, &status) || !status.st_size || (uint64_t)status.st_size % granule()) {
+        if (file >= 0)
+            close(file);
+        return sim_violation(SIM_INVALID_VALUE, "imported something that is no shared memory");
+    }
+    *id = add_handle(file, (uint64_t)status.st_size, 0, device, handle_type, false)->id;
+    return SIM_OK;
+}
+
+int sim_retain(uint64_t *id, uint64_t address)
+{
+    sim_mapping *mapping = sim_find_mapping(address);
+    if (!id || !mapping)
+        return SIM_INVALID_VALUE; /* a way to ask whether an address is mapped: no misuse */
+    mapping->handle->references++;
+    *id = mapping->handle->id;
+    return SIM_OK;
+}
+
+int sim_allocate(uint64_t *address, size_t size)
+{
+    int device = sim_current_device();
+    uint64_t charge = round_up(size, 4096);
+    sim_range *range;
+    void *memory;
+    if (!address || !size)
+        return sim_violation(SIM_INVALID_VALUE, "allocated %zu bytes", size);
+    if (sim.devices[device].used + sim.devices[device].neighbour + charge > sim.devices[device].total)
+        return SIM_OUT_OF_MEMORY;
+    memory = mmap(NULL, charge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED)
+        return SIM_OUT_OF_MEMORY;
+    range = calloc(1, sizeof *range);
+    *range = (sim_range){.address = (uint64_t)memory, .size = charge, .device = device, .is_allocation = true,
+                         .next = sim.ranges};
+    sim.devices[device].used += charge;
+    sim.ranges = range;
+    *address = range->address;
+    return SIM_OK;
+}
+
+int sim_free(uint64_t address)
+{
+    for (sim_range **link = &sim.ranges; *link; link = &(*link)->next) {
+        sim_range *range = *link;
+        if (range->address != address || !range->is_allocation)
+            continue;
+        sim_device_wait(range->device);
+        sim.devices[range->device].used -= range->size;
+        munmap((void *)address, range->size);
+        *link = range->next;
+        free(range);
+        return SIM_OK;
+    }
+    return sim_violation(SIM_INVALID_VALUE, "freed 0x%llx, which is no allocation", (unsigned long long)address);
+}
+
+int sim_memory_info(size_t *free_bytes, size_t *total_bytes)
+{
+    sim_device *device = &sim.devices[sim_current_device()];
+    uint64_t taken = device->used + device->neighbour;
+    *free_bytes = taken < device->total ? device->total - taken : 0;
+    *total_bytes = device->total;
+    return SIM_OK;
+}
