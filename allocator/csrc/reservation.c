@@ -1,0 +1,318 @@
+/* Reservations: their list, and taking and giving back address ranges. */
+#include "reservation.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static reservation *reservations;
+static uint64_t last_id;
+
+static uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
+
+static uint64_t physical_bytes(const reservation *r)
+{
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < r->chunks.count; i++)
+        bytes += r->chunks.items[i].size;
+    for (size_t i = 0; i < r->orphans.count; i++)
+        bytes += r->orphans.items[i].size;
+    return bytes;
+}
+
+reservation *reservation_find(uint64_t id)
+{
+    for (reservation *r = reservations; r; r = r->next)
+        if (r->id == id && !r->zombie)
+            return r;
+    ekv_error(EKV_FREED, "reservation %llu was freed", (unsigned long long)id);
+    return NULL;
+}
+
+int reservations_find(const uint64_t *ids, size_t num_ids, reservation **found)
+{
+    for (size_t i = 0; i < num_ids; i++) {
+        for (size_t j = 0; j < i; j++)
+            if (ids[i] == ids[j])
+                return ekv_error(EKV_INVALID, "reservation %llu is named twice", (unsigned long long)ids[i]);
+        found[i] = reservation_find(ids[i]);
+        if (!found[i])
+            return ekv_error_status();
+        orphans_retry(found[i]);
+    }
+    return EKV_OK;
+}
+
+/* Tries the kinds of handle by really allocating one granule.  Out of memory is never a reason to fall back. */
+int ekv_pick_handle_kind(ekv_device *device, int *kind, uint64_t *granularity, char *reason, size_t reason_bytes)
+{
+    const ekv_driver *driver = device->driver;
+    size_t used = 0;
+    if (reason_bytes)
+        reason[0] = '\0';
+    for (*kind = EKV_HANDLE_FABRIC; *kind >= EKV_HANDLE_NONE; --*kind) {
+        ekv_error_mark mark = ekv_error_get_mark();
+        ekv_handle handle;
+        bool rdma = true;
+        char text[256];
+        int code;
+        if (*kind == EKV_HANDLE_FD_RDMA && driver->gpu_direct_rdma(device, &rdma)) {
+            ekv_error_rewind(mark, text, sizeof text);
+            rdma = false; /* a refused query means no GPUDirect RDMA, nothing worse */
+        }
+        if (!rdma)
+            continue;
+        code = driver->granularity(device, *kind, false, granularity);
+        if (!code)
+            code = driver->create(device, *kind, *granularity, &handle);
+        if (!code)
+            return driver->release(device, handle, *granularity) ? ekv_error_status() : EKV_OK;
+        if (code == driver->out_of_memory_code && *kind != EKV_HANDLE_FABRIC)
+            return ekv_error_status();
+        if (*kind == EKV_HANDLE_NONE)
+            return ekv_error_status();
+        ekv_error_rewind(mark, text, sizeof text);
+        if (used < reason_bytes)
+            used += (size_t)snprintf(reason + used, reason_bytes - used, "%s%s", used ? "; " : "", text);
+    }
+    return ekv_error_status();
+}
+
+int ekv_reserve_locked(ekv_device *device, uint64_t size, uint64_t max_chunk, int shareable, uint64_t *id,
+                       uint64_t *base)
+{
+    const ekv_driver *driver = device->driver;
+    reservation *r;
+    if (!size)
+        return ekv_error(EKV_INVALID, "a reservation of 0 bytes");
+    r = calloc(1, sizeof *r);
+    if (!r)
+        return ekv_error(EKV_OUT_OF_MEMORY, "malloc failed: %zu bytes", sizeof *r);
+    r->device = device;
+    if (shareable ? ekv_pick_handle_kind(device, &r->handle_kind, &r->granularity, NULL, 0)
+                  : driver->granularity(device, EKV_HANDLE_NONE, false, &r->granularity))
+        goto failed;
+    if (size > UINT64_MAX / 2) {
+        ekv_error(EKV_INVALID, "a reservation of %llu bytes exceeds any address space", (unsigned long long)size);
+        goto failed;
+    }
+    r->size = round_up(size, r->granularity);
+    r->max_chunk = max_chunk ? round_up(max_chunk, r->granularity) : 0;
+    if (driver->reserve(device, r->size, r->granularity, &r->base))
+        goto failed;
+    r->id = ++last_id;
+    r->next = reservations;
+    reservations = r;
+    *id = r->id;
+    *base = r->base;
+    return EKV_OK;
+failed:
+    free(r);
+    return ekv_error_status();
+}
+
+/* Gives back what there is, and stays callable when something fails: the failed rest is still recorded. */
+static int give_back(reservation *r)
+{
+    chunk_list old = r->chunks;
+    int code, first;
+    if (chunks_reserve(&r->orphans, old.count))
+        return ekv_error_status();
+    first = r->device->driver->synchronize(r->device);
+    if (first)
+        return first;
+    orphans_retry(r);
+    r->chunks.count = 0; /* dropped chunks that stay mapped are inserted again, in front of what is still to be read */
+    for (size_t i = 0; i < old.count; i++) {
+        chunk item = old.items[i];
+        code = chunk_drop(r, &item);
+        first = first ? first : code;
+    }
+    if (old.count) {
+        r->committed_blocks = 0;
+        r->released_blocks = 0;
+        r->released = false;
+    }
+    if (!first && !r->orphans.count)
+        return r->device->driver->unreserve(r->device, r->base, r->size);
+    if (!first)
+        first = ekv_error(EKV_DRIVER_FAILED, "%s: %zu handles were not taken back", r->device->driver->name,
+                          r->orphans.count);
+    return first;
+}
+
+static void forget(reservation *r)
+{
+    reservation **link = &reservations;
+    while (*link != r)
+        link = &(*link)->next;
+    *link = r->next;
+    chunks_free(&r->chunks);
+    chunks_free(&r->orphans);
+    free(r->segments);
+    free(r);
+}
+
+void ekv_retry_zombies_locked(void)
+{
+    for (reservation *r = reservations, *next; r; r = next) {
+        ekv_error_mark mark = ekv_error_get_mark();
+        next = r->next;
+        if (!r->zombie)
+            continue;
+        if (give_back(r))
+            ekv_error_rewind(mark, NULL, 0);
+        else
+            forget(r);
+    }
+}
+
+int ekv_unreserve_at_locked(uint64_t base)
+{
+    for (reservation *r = reservations; r; r = r->next)
+        if (r->base == base && !r->zombie) {
+            if (give_back(r))
+                r->zombie = true;
+            else
+                forget(r);
+            return 1;
+        }
+    return 0;
+}
+
+int ekv_reserve(int driver, int ordinal, uint64_t size_bytes, uint64_t max_chunk_bytes, int shareable, uint64_t *id)
+{
+    ekv_device *device;
+    uint64_t base;
+    int status = ekv_enter();
+    if (status)
+        return status;
+    ekv_retry_zombies_locked();
+    status = ekv_device_get(driver, ordinal, &device);
+    if (!status)
+        status = ekv_reserve_locked(device, size_bytes, max_chunk_bytes, shareable, id, &base);
+    ekv_leave();
+    return status;
+}
+
+int ekv_unreserve(uint64_t id)
+{
+    reservation *r;
+    int status = ekv_enter();
+    if (status)
+        return status;
+    ekv_retry_zombies_locked();
+    r = reservation_find(id);
+    if (r && !give_back(r))
+        forget(r);
+    status = ekv_error_status();
+    ekv_leave();
+    return status;
+}
+
+static int check_segments(const reservation *r, const ekv_segment *segments, size_t num_segments, uint64_t capacity)
+{
+    uint64_t end = 0;
+    if (r->committed_blocks || r->released)
+        return ekv_error(EKV_INVALID, "bind after %llu blocks were committed",
+                         (unsigned long long)(r->released ? r->released_blocks : r->committed_blocks));
+    for (size_t i = 0; i < num_segments; i++) {
+        const ekv_segment *s = &segments[i];
+        if (!s->block_stride)
+            return ekv_error(EKV_INVALID, "segment %zu has a block stride of 0 bytes", i);
+        if (s->offset < end)
+            return ekv_error(EKV_INVALID, "segment %zu begins at offset %llu, inside the one before, which ends at %llu",
+                             i, (unsigned long long)s->offset, (unsigned long long)end);
+        if (s->offset > r->size || s->size_bytes > r->size - s->offset)
+            return ekv_error(EKV_INVALID, "segment %zu: %llu bytes at offset %llu exceed the reservation of %llu bytes",
+                             i, (unsigned long long)s->size_bytes, (unsigned long long)s->offset,
+                             (unsigned long long)r->size);
+        if (!s->size_bytes || (s->size_bytes - 1) / s->block_stride + 1 != capacity)
+            return ekv_error(EKV_INVALID, "segment %zu: %llu bytes are not %llu blocks of %llu bytes", i,
+                             (unsigned long long)s->size_bytes, (unsigned long long)capacity,
+                             (unsigned long long)s->block_stride);
+        end = s->offset + s->size_bytes;
+    }
+    return EKV_OK;
+}
+
+int ekv_set_segments(uint64_t id, const ekv_segment *segments, size_t num_segments, uint64_t capacity_blocks)
+{
+    ekv_segment *copy = NULL;
+    reservation *r;
+    int status = ekv_enter();
+    if (status)
+        return status;
+    r = reservation_find(id);
+    status = r ? check_segments(r, segments, num_segments, capacity_blocks) : ekv_error_status();
+    if (!status) {
+        copy = malloc(num_segments * sizeof *copy + 1);
+        if (!copy)
+            status = ekv_error(EKV_OUT_OF_MEMORY, "malloc failed: %zu bytes", num_segments * sizeof *copy);
+    }
+    if (!status) {
+        if (num_segments)
+            memcpy(copy, segments, num_segments * sizeof *copy);
+        free(r->segments);
+        r->segments = copy;
+        r->num_segments = num_segments;
+        r->capacity_blocks = capacity_blocks;
+    }
+    ekv_leave();
+    return status;
+}
+
+int ekv_get_info(uint64_t id, ekv_reservation_info *info)
+{
+    reservation *r;
+    int status = ekv_enter();
+    if (status)
+        return status;
+    r = reservation_find(id);
+    if (r)
+        *info = (ekv_reservation_info){
+            .base = r->base,
+            .size = r->size,
+            .granularity = r->granularity,
+            .physical_bytes = physical_bytes(r),
+            .capacity_blocks = r->capacity_blocks,
+            .committed_blocks = r->committed_blocks,
+            .released_blocks = r->released_blocks,
+            .num_segments = r->num_segments,
+            .num_chunks = r->chunks.count,
+            .driver = r->device->driver->kind,
+            .device = r->device->ordinal,
+            .handle_kind = r->handle_kind,
+        };
+    status = ekv_error_status();
+    ekv_leave();
+    return status;
+}
+
+int ekv_get_chunks(uint64_t id, ekv_chunk_info *chunks, size_t capacity, size_t *num_chunks)
+{
+    reservation *r;
+    int status = ekv_enter();
+    if (status)
+        return status;
+    r = reservation_find(id);
+    if (r) {
+        *num_chunks = r->chunks.count;
+        for (size_t i = 0; i < r->chunks.count && i < capacity; i++)
+            chunks[i] = (ekv_chunk_info){r->chunks.items[i].offset, r->chunks.items[i].size};
+    }
+    status = ekv_error_status();
+    ekv_leave();
+    return status;
+}
+
+size_t ekv_num_reservations(void)
+{
+    size_t count = 0;
+    if (ekv_enter())
+        return 0;
+    for (reservation *r = reservations; r; r = r->next)
+        count++;
+    ekv_leave();
+    return count;
+}

@@ -1,0 +1,343 @@
+"""`extensible_kv_pool()` and the `PoolController` it yields."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from allocator import errors, sizing
+from allocator.errors import PoolValueError
+from allocator.layout import BlockLayout, ViewSpec
+from allocator.reservation import Reservation
+from allocator.shim import DRIVER_KINDS, check, ids_argument, lib
+from allocator.torch_routing import RoutingMode, driver_of, empty_cache, reserve_tensor, resolve_device
+
+__all__ = ["DEFAULT_MIN_BYTES", "PoolController", "extensible_kv_pool"]
+
+DEFAULT_MIN_BYTES = 1 << 20
+
+
+@contextmanager
+def extensible_kv_pool(
+    device: torch.device | str | int | None = None,
+    *,
+    min_bytes: int = DEFAULT_MIN_BYTES,
+    predicate: Callable[[torch.Tensor], bool] | None = None,
+    max_chunk_bytes: int = 0,
+    shareable: bool = False,
+) -> Iterator[PoolController]:
+    """Make tensor factories on `device` return growable tensors inside the `with` block.
+
+    `torch.empty`, `zeros`, `full(…, 0)`, `empty_strided`, `empty_like`, `zeros_like`, `new_empty` and
+    `new_zeros` of the calling thread take addresses but no memory: reading or writing such a tensor faults
+    until `PoolController.commit`. All else, other threads included, goes where it always went.
+
+    Parameters
+    ----------
+    device : optional
+        A CUDA (or ROCm) device, or the CPU, which the host driver serves. Default: the current CUDA device,
+        or the CPU where there is none.
+    min_bytes : int
+        Smaller tensors stay with PyTorch.
+    predicate : callable, optional
+        Called with a meta tensor of the result (shape, strides, dtype); False leaves it with PyTorch.
+    max_chunk_bytes : int
+        The largest piece of physical memory taken at once, rounded up to the granularity, and so the step in
+        which `shrink` can give back. 0: one piece per segment and commit, which commits fastest.
+    shareable : bool
+        Ask for memory that other processes and network cards can be given; the best kind that really
+        allocates is used.
+
+    Yields
+    ------
+    PoolController
+        Usable after the block, for as long as the tensors live.
+    """
+    if min_bytes < 0 or max_chunk_bytes < 0:
+        raise PoolValueError(f"min_bytes={min_bytes} and max_chunk_bytes={max_chunk_bytes} must not be negative")
+    pool = PoolController(resolve_device(device), max_chunk_bytes=max_chunk_bytes, shareable=shareable)
+
+    def take(meta: torch.Tensor) -> torch.Tensor | None:
+        num_bytes = meta.untyped_storage().nbytes()
+        if num_bytes < max(1, min_bytes) or (predicate is not None and not predicate(meta)):
+            return None
+        return pool.reserve(meta)
+
+    with RoutingMode(take, pool.device):
+        yield pool
+
+
+@dataclass
+class _Member:
+    """One reservation of the pool and the views bound over it."""
+
+    reservation: Reservation
+    views: list[ViewSpec] = field(default_factory=list)
+    layout: BlockLayout | None = None
+
+    def contains(self, address: int) -> bool:
+        return 0 <= address - self.reservation.base < self.reservation.size_bytes
+
+
+class PoolController:
+    """Grows, shrinks and describes the memory behind the tensors of one pool.
+
+    Made by `extensible_kv_pool`. All operations cover every tensor of the pool, all or nothing: a failure
+    leaves blocks, contents and memory as they were. Base addresses never change. Safe to use from any thread;
+    `bind` and the operations on memory take turns.
+    """
+
+    def __init__(self, device: torch.device, *, max_chunk_bytes: int = 0, shareable: bool = False) -> None:
+        self.device = device
+        self.max_chunk_bytes = max_chunk_bytes
+        self.shareable = shareable
+        self.last_commit_seconds = 0.0
+        self._driver, self._device_index = driver_of(device)
+        self._members: list[_Member] = []
+        self._lock = threading.RLock()
+        self._freed = False
+
+    def reserve(self, meta: torch.Tensor) -> torch.Tensor:
+        """Make a growable tensor with the shape, strides and dtype of `meta`; the routing calls this."""
+        with self._lock:
+            self._check_not_freed()
+            if self.committed_blocks:
+                raise PoolValueError(f"a new tensor after {self.committed_blocks} blocks were committed")
+            tensor, reservation = reserve_tensor(
+                tuple(meta.shape), meta.stride(), meta.dtype, self.device, self.max_chunk_bytes, self.shareable
+            )
+            self._members.append(_Member(reservation))
+            return tensor
+
+    def bind(self, view: torch.Tensor, block_dim: int = 0, *, kernel_blocks_per_block: int = 1) -> None:
+        """Learn from a view where blocks lie: call it for every view (layer) before the first commit.
+
+        Shape, strides, element size and address are all that counts; the storage's size is never used.
+
+        Parameters
+        ----------
+        view : torch.Tensor
+            Any view of a tensor of this pool.
+        block_dim : int
+            The dimension that counts blocks.
+        kernel_blocks_per_block : int
+            How many neighbours along `block_dim` make one block.
+
+        Raises
+        ------
+        PoolValueError
+            The view is on another device or outside the pool, disagrees with earlier views on the number of
+            blocks, overlaps them without sharing blocks, or blocks were committed already. Nothing changed.
+        """
+        if view.device != self.device:
+            raise PoolValueError(f"a view on {view.device} cannot be bound to a pool on {self.device}")
+        spec = ViewSpec.from_tensor(view, block_dim, kernel_blocks_per_block)
+        with self._lock:
+            self._check_not_freed()
+            member = self._member_of(spec.address)
+            layout = BlockLayout.from_views(
+                member.reservation.base, member.reservation.size_bytes, [*member.views, spec]
+            )
+            for other in self._members:
+                if other is not member and other.layout and other.layout.capacity_blocks != layout.capacity_blocks:
+                    raise PoolValueError(
+                        f"a view with {layout.capacity_blocks} blocks cannot join a pool of "
+                        f"{other.layout.capacity_blocks} blocks"
+                    )
+            member.reservation.set_layout(layout)
+            member.layout = layout
+            member.views.append(spec)
+
+    def commit(self, num_blocks: int, defragment: bool = False) -> None:
+        """Back blocks `0..num_blocks` of every segment; new blocks read as zero when it returns.
+
+        Fewer blocks than committed change nothing. When the device is short of memory, PyTorch's cache is
+        emptied and the commit tried once more.
+
+        Parameters
+        ----------
+        num_blocks : int
+            In blocks, at most `capacity_blocks`.
+        defragment : bool
+            Back each segment with one single chunk. The content of all blocks is lost: they read as zero.
+
+        Raises
+        ------
+        PoolValueError
+            Before `bind`, past the capacity, while released, or after `free`.
+        PoolOutOfMemoryError
+            The device has not enough memory.
+        DriverError
+            A driver call failed; the text names it.
+        """
+        flags = lib.EKV_COMMIT_ZERO | (lib.EKV_COMMIT_DEFRAGMENT if defragment else 0)
+        if num_blocks < 0:
+            raise PoolValueError(f"commit of {num_blocks} blocks")
+        with self._lock:
+            self._check_bound("commit", num_blocks)
+            self._grow(lambda: lib.ekv_commit(*self._ids(), num_blocks, flags))
+
+    def shrink(self, num_blocks: int) -> None:
+        """Give back the chunks that hold nothing of blocks `0..num_blocks`, which keep their content.
+
+        More blocks than committed change nothing. Waits for the device. A chunk that holds a kept block
+        stays whole, so how much memory returns depends on `max_chunk_bytes`.
+        """
+        if num_blocks < 0:
+            raise PoolValueError(f"shrink to {num_blocks} blocks")
+        with self._lock:
+            self._check_bound("shrink", num_blocks)
+            check(lib.ekv_shrink(*self._ids(), num_blocks))
+
+    def release_physical(self) -> None:
+        """Give back all memory and keep the addresses; contents are lost. Twice is harmless.
+
+        Waits for the device. Touching a block faults until `recommit`.
+        """
+        with self._lock:
+            self._check_not_freed()
+            check(lib.ekv_release_physical(*self._ids()))
+
+    def recommit(self) -> None:
+        """Back the blocks again that were committed at `release_physical`, zeroed. Raises as `commit` does."""
+        with self._lock:
+            self._check_not_freed()
+            self._grow(lambda: lib.ekv_recommit(*self._ids()))
+
+    def free(self) -> None:
+        """Give back all memory for good. The addresses follow when the last tensor over them dies."""
+        with self._lock:
+            if self._freed:
+                return
+            alive = [m.reservation.id for m in self._members if _is_alive(m.reservation)]
+            check(lib.ekv_release_physical(*ids_argument(alive)))
+            self._freed = True
+
+    def bytes_for(self, num_blocks: int) -> int:
+        """Return the physical bytes that a fresh `commit(num_blocks)` holds, granule rounding included."""
+        self._check_bound("bytes_for", num_blocks)
+        return sum(m.layout.extent_bytes(num_blocks, m.reservation.granularity) for m in self._members if m.layout)
+
+    def max_blocks_within(self, num_bytes: int) -> int:
+        """Return the most blocks whose `bytes_for` is at most `num_bytes`."""
+        return sizing.blocks_within(num_bytes, self.bytes_for, self.capacity_blocks)
+
+    @property
+    def capacity_blocks(self) -> int:
+        """How many blocks the reservation has room for; 0 before `bind`."""
+        return min((m.layout.capacity_blocks for m in self._members if m.layout), default=0)
+
+    @property
+    def committed_blocks(self) -> int:
+        """How many blocks are backed now: blocks `0..committed_blocks` may be read and written."""
+        return min((m.reservation.info().committed_blocks for m in self._members), default=0)
+
+    @property
+    def physical_bytes(self) -> int:
+        """What the driver was asked for and has not been given back."""
+        return sum(m.reservation.info().physical_bytes for m in self._members)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of addresses."""
+        return sum(m.reservation.size_bytes for m in self._members)
+
+    @property
+    def granularity(self) -> int:
+        """The driver's unit of mapping in bytes; 0 before the first tensor."""
+        return max((m.reservation.granularity for m in self._members), default=0)
+
+    @property
+    def num_segments(self) -> int:
+        """How many segments the bound views have."""
+        return sum(len(m.layout.segments) for m in self._members if m.layout)
+
+    def committed_regions(self) -> list[tuple[int, int]]:
+        """Return `(address, size_bytes)` of all committed blocks, sorted, neighbours joined."""
+        regions: list[tuple[int, int]] = []
+        with self._lock:
+            for member in self._members:
+                blocks = member.reservation.info().committed_blocks
+                for offset, size in member.layout.spans(blocks) if member.layout else ():
+                    address = member.reservation.base + offset
+                    if size and regions and sum(regions[-1]) == address:
+                        regions[-1] = (regions[-1][0], regions[-1][1] + size)
+                    elif size:
+                        regions.append((address, size))
+        return sorted(regions)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return a JSON-able description: sizes, segments and chunks. `extensible-kv map` draws it."""
+        with self._lock:
+            return {
+                "device": str(self.device),
+                "driver": DRIVER_KINDS[self._driver],
+                "granularity": self.granularity,
+                "capacity_blocks": self.capacity_blocks,
+                "committed_blocks": self.committed_blocks,
+                "physical_bytes": self.physical_bytes,
+                "reserved_bytes": self.reserved_bytes,
+                "last_commit_seconds": self.last_commit_seconds,
+                "reservations": [m.reservation.snapshot() for m in self._members],
+                "segments": [
+                    {"reservation": index, "offset": s.offset, "block_stride": s.block_stride, "size_bytes": size}
+                    for index, m in enumerate(self._members)
+                    if m.layout
+                    for s, size in zip(m.layout.segments, m.layout.sizes_bytes, strict=True)
+                ],
+                "chunks": [
+                    {"reservation": index, "offset": c.offset, "size": c.size_bytes}
+                    for index, m in enumerate(self._members)
+                    for c in m.reservation.chunks()
+                ],
+            }
+
+    def _grow(self, call: Callable[[], int]) -> None:
+        start = time.perf_counter()
+        try:
+            check(call())
+        except errors.PoolOutOfMemoryError:
+            empty_cache(self.device)
+            check(call())
+        self.last_commit_seconds = time.perf_counter() - start
+
+    def _ids(self) -> tuple[Any, int]:
+        return ids_argument([m.reservation.id for m in self._members])
+
+    def _member_of(self, address: int) -> _Member:
+        for member in self._members:
+            if member.contains(address):
+                return member
+        ranges = ", ".join(
+            f"0x{m.reservation.base:x}..0x{m.reservation.base + m.reservation.size_bytes:x}" for m in self._members
+        )
+        raise PoolValueError(f"a view at 0x{address:x} lies outside the pool's memory ({ranges or 'no tensors yet'})")
+
+    def _check_bound(self, operation: str, num_blocks: int) -> None:
+        self._check_not_freed()
+        for member in self._members:
+            if member.layout is None:
+                raise PoolValueError(
+                    f"{operation} of {num_blocks} blocks before bind: no view over the tensor of "
+                    f"{member.reservation.size_bytes} bytes at 0x{member.reservation.base:x}"
+                )
+        if not self._members:
+            raise PoolValueError(f"{operation} of {num_blocks} blocks before bind: the pool has no tensors")
+
+    def _check_not_freed(self) -> None:
+        if self._freed:
+            raise PoolValueError("the pool was freed")
+
+
+def _is_alive(reservation: Reservation) -> bool:
+    try:
+        reservation.info()
+    except PoolValueError:
+        return False
+    return True

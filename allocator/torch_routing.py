@@ -1,0 +1,237 @@
+"""How tensor factories become growable: the only module that knows PyTorch's allocator machinery.
+
+`RoutingMode` sees the factories that run inside `extensible_kv_pool()` on its thread and hands those that the
+pool takes to `reserve_tensor`. On a GPU that is `torch.empty_strided` in a `MemPool` of its own over the
+pluggable allocator (PyTorch rounds requests up and packs later ones into the rest, so each gets one); on the
+CPU, where PyTorch has no pluggable allocator, it is a tensor over the reservation.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from allocator.errors import DriverError
+from allocator.reservation import Reservation
+from allocator.shim import check, ffi, last_error, lib, library_path
+
+__all__ = [
+    "RoutingMode",
+    "collect",
+    "driver_of",
+    "empty_cache",
+    "pluggable_allocator",
+    "reserve_tensor",
+    "resolve_device",
+]
+
+_lock = threading.Lock()
+_allocator: torch.cuda.memory.CUDAPluggableAllocator | None = None
+_dead_mempools: list[Any] = []
+
+
+def resolve_device(device: torch.device | str | int | None) -> torch.device:
+    """Return `device` with its index; None is the current CUDA device, or the CPU where there is none."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def driver_of(device: torch.device) -> tuple[int, int]:
+    """Return the shim's driver and device number for a torch device."""
+    if device.type == "cpu":
+        return lib.EKV_HOST, 0
+    if device.type == "cuda":
+        return lib.EKV_HIP if torch.version.hip else lib.EKV_CUDA, device.index
+    raise DriverError(f"no driver serves device '{device}': only cuda (CUDA or ROCm) and cpu")
+
+
+def pluggable_allocator() -> torch.cuda.memory.CUDAPluggableAllocator:
+    """Return the process's `CUDAPluggableAllocator` over `ekv_malloc` and `ekv_free`.
+
+    For `torch.cuda.memory.change_current_allocator`, before any CUDA allocation of the process. Then every
+    allocation reaches the shim: those that a pool takes become growable, the rest pass through to the driver.
+    PyTorch refuses `memory_stats()` and `MemPool` in that mode.
+    """
+    global _allocator
+    with _lock:
+        if _allocator is None:
+            if torch.version.hip:
+                check(lib.ekv_torch_driver(lib.EKV_HIP))
+            _allocator = torch.cuda.memory.CUDAPluggableAllocator(library_path(), "ekv_malloc", "ekv_free")
+        return _allocator
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give what PyTorch caches on `device` back to it."""
+    collect()
+    if device.type == "cuda" and torch.cuda.is_initialized() and _has_caching_allocator():
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
+
+
+def reserve_tensor(
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    max_chunk_bytes: int,
+    shareable: bool,
+) -> tuple[torch.Tensor, Reservation]:
+    """Make a tensor over a new reservation: addresses only, reading or writing it faults until a commit.
+
+    The reservation is freed when the last tensor over its storage dies.
+
+    Raises
+    ------
+    DriverError
+        Another allocator took the allocation (a MemPool around ours), or the driver failed.
+    """
+    collect()
+    num_bytes = (sum((n - 1) * s for n, s in zip(size, stride, strict=True)) + 1) * dtype.itemsize
+    if device.type == "cpu":
+        return _reserve_on_host(num_bytes, size, stride, dtype, max_chunk_bytes, shareable)
+    return _reserve_on_gpu(size, stride, dtype, device, max_chunk_bytes, shareable)
+
+
+def _reserve_on_host(
+    num_bytes: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    max_chunk_bytes: int,
+    shareable: bool,
+) -> tuple[torch.Tensor, Reservation]:
+    reservation = Reservation.reserve(lib.EKV_HOST, 0, num_bytes, max_chunk_bytes, shareable)
+    unreserve, reservation_id = lib.ekv_unreserve, reservation.id
+    owner = ffi.gc(ffi.cast("char *", reservation.base), lambda _: unreserve(reservation_id))
+    raw = torch.frombuffer(ffi.buffer(owner, num_bytes), dtype=torch.uint8)
+    return raw.view(dtype).as_strided(size, stride), reservation
+
+
+def _reserve_on_gpu(
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    max_chunk_bytes: int,
+    shareable: bool,
+) -> tuple[torch.Tensor, Reservation]:
+    mempool = torch.cuda.MemPool(pluggable_allocator().allocator()) if _has_caching_allocator() else None
+
+    def make() -> torch.Tensor:
+        check(lib.ekv_route_begin(device.index, max_chunk_bytes, shareable))
+        try:
+            return torch.empty_strided(size, stride, dtype=dtype, device=device)
+        finally:
+            nonlocal reservation_id
+            reservation_id = lib.ekv_route_end()
+
+    reservation_id = 0
+    with torch._C.DisableTorchFunction():
+        try:
+            if mempool is None:
+                tensor = make()
+            else:
+                with torch.cuda.use_mem_pool(mempool, device=device):
+                    tensor = make()
+        except torch.OutOfMemoryError:
+            check(last_error()[0])
+            raise
+    if not reservation_id:
+        raise DriverError(
+            f"device {device.index}: the allocation of {tensor.untyped_storage().nbytes()} bytes did not reach "
+            "the pool's allocator: another MemPool, or another pluggable allocator, is active around it"
+        )
+    finalizer = weakref.finalize(tensor.untyped_storage(), _on_storage_death, reservation_id, mempool)
+    finalizer.atexit = False
+    return tensor, Reservation(reservation_id)
+
+
+def _on_storage_death(reservation_id: int, mempool: Any) -> None:
+    """Give the memory back at once; the addresses follow with the MemPool, which must outlive its block."""
+    if not torch.cuda.is_current_stream_capturing():
+        ids = ffi.new("uint64_t[]", [reservation_id])
+        lib.ekv_release_physical(ids, 1)
+    if mempool is not None:
+        _dead_mempools.append(mempool)
+
+
+def collect() -> None:
+    """Drop the MemPools of tensors that have died: their addresses go back to the driver."""
+    if _dead_mempools and not torch.cuda.is_current_stream_capturing():
+        _dead_mempools.clear()
+
+
+def _has_caching_allocator() -> bool:
+    return torch.cuda.get_allocator_backend() != "pluggable"
+
+
+class RoutingMode(TorchFunctionMode):
+    """Offers tensor factories of this thread to a pool.
+
+    Parameters
+    ----------
+    take : callable
+        Called with a meta tensor (shape, strides and dtype of the result) of a factory call for the pool's
+        device; returns the tensor, or None when the call goes where it always went.
+    device : torch.device
+        The pool's device, with its index.
+    """
+
+    def __init__(self, take: Callable[[torch.Tensor], torch.Tensor | None], device: torch.device) -> None:
+        super().__init__()
+        self._take = take
+        self._device = device
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Route `func` when it is a factory; `zeros` becomes `empty`, since commit zeroes new blocks."""
+        kwargs = kwargs or {}
+        like = _FACTORIES.get(func)
+        if like is None or not self._is_candidate(func, like, args, kwargs):
+            return func(*args, **kwargs)
+        options = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "requires_grad")}
+        tensor = self._take(func(*args, device="meta", **options))
+        if tensor is None:
+            return func(*args, **kwargs)
+        return tensor.requires_grad_() if kwargs.get("requires_grad") else tensor
+
+    def _is_candidate(self, func: Any, like: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if kwargs.get("out") is not None or kwargs.get("pin_memory"):
+            return False
+        if kwargs.get("layout") not in (None, torch.strided):
+            return False
+        if func is torch.full and (args[1] if len(args) > 1 else kwargs.get("fill_value")) != 0:
+            return False
+        device = kwargs.get("device")
+        if device is None:
+            source = (args[0] if args else kwargs.get("input")) if like else None
+            device = source.device if isinstance(source, torch.Tensor) else torch.get_default_device()
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        return device.type == self._device.type and (device.type == "cpu" or device == self._device)
+
+
+# The factories that are routed, and whether their first argument is a tensor whose device they take.
+_FACTORIES: dict[Any, bool] = {
+    torch.empty: False,
+    torch.zeros: False,
+    torch.full: False,
+    torch.empty_strided: False,
+    torch.empty_like: True,
+    torch.zeros_like: True,
+    torch.Tensor.new_empty: True,
+    torch.Tensor.new_zeros: True,
+}
+
