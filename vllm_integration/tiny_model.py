@@ -189,7 +189,7 @@ def _write_weights(file: Path, s: ModelShape, seed: int, device: torch.device) -
             p + "self_attn.o_proj.weight": normal(s.hidden, s.heads * s.head_dim, 2.0),
             p + "mlp.gate_proj.weight": normal(s.intermediate, s.hidden, 1.0),
             p + "mlp.up_proj.weight": normal(s.intermediate, s.hidden, 1.0),
-            p + "mlp.down_proj.weight": normal(s.hidden, s.intermediate, 1.0),
+            p + "mlp.down_proj.weight": normal(s.hidden, s.intermediate, 2.0),
         }
     if not s.tie_word_embeddings:
         head = normal(s.vocab, s.hidden, logit_size)

