@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from allocator.extensible_tensor import ExtensibleTensor
     from allocator.layout import BlockLayout
     from allocator.pool import PoolController, extensible_kv_pool
-    from allocator.probe import Probe, memory_info, probe
+    from allocator.probing import Probe, memory_info, probe
     from allocator.torch_routing import pluggable_allocator
 
 _HOMES = {
@@ -30,12 +30,12 @@ _HOMES = {
     "PoolController": "pool",
     "PoolOutOfMemoryError": "errors",
     "PoolValueError": "errors",
-    "Probe": "probe",
+    "Probe": "probing",
     "UnsupportedError": "errors",
     "extensible_kv_pool": "pool",
-    "memory_info": "probe",
+    "memory_info": "probing",
     "pluggable_allocator": "torch_routing",
-    "probe": "probe",
+    "probe": "probing",
 }
 
 __all__ = [*_HOMES]  # noqa: PLE0604
@@ -46,5 +46,5 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"allocator.{_HOMES[name]}"), name)
-    globals()[name] = value  # in place of a submodule of the same name
+    globals()[name] = value
     return value

@@ -60,7 +60,9 @@ def extensible_kv_pool(
         Usable after the block, for as long as the tensors live.
     """
     if min_bytes < 0 or max_chunk_bytes < 0:
-        raise PoolValueError(f"min_bytes={min_bytes} and max_chunk_bytes={max_chunk_bytes} must not be negative")
+        raise PoolValueError(
+            f"min_bytes={min_bytes} and max_chunk_bytes={max_chunk_bytes} must not be negative"
+        )
     pool = PoolController(resolve_device(device), max_chunk_bytes=max_chunk_bytes, shareable=shareable)
 
     def take(meta: torch.Tensor) -> torch.Tensor | None:
@@ -110,7 +112,12 @@ class PoolController:
             if self.committed_blocks:
                 raise PoolValueError(f"a new tensor after {self.committed_blocks} blocks were committed")
             tensor, reservation = reserve_tensor(
-                tuple(meta.shape), meta.stride(), meta.dtype, self.device, self.max_chunk_bytes, self.shareable
+                tuple(meta.shape),
+                meta.stride(),
+                meta.dtype,
+                self.device,
+                self.max_chunk_bytes,
+                self.shareable,
             )
             self._members.append(_Member(reservation))
             return tensor
@@ -145,7 +152,11 @@ class PoolController:
                 member.reservation.base, member.reservation.size_bytes, [*member.views, spec]
             )
             for other in self._members:
-                if other is not member and other.layout and other.layout.capacity_blocks != layout.capacity_blocks:
+                if (
+                    other is not member
+                    and other.layout
+                    and other.layout.capacity_blocks != layout.capacity_blocks
+                ):
                     raise PoolValueError(
                         f"a view with {layout.capacity_blocks} blocks cannot join a pool of "
                         f"{other.layout.capacity_blocks} blocks"
@@ -222,7 +233,9 @@ class PoolController:
     def bytes_for(self, num_blocks: int) -> int:
         """Return the physical bytes that a fresh `commit(num_blocks)` holds, granule rounding included."""
         self._check_bound("bytes_for", num_blocks)
-        return sum(m.layout.extent_bytes(num_blocks, m.reservation.granularity) for m in self._members if m.layout)
+        return sum(
+            m.layout.extent_bytes(num_blocks, m.reservation.granularity) for m in self._members if m.layout
+        )
 
     def max_blocks_within(self, num_bytes: int) -> int:
         """Return the most blocks whose `bytes_for` is at most `num_bytes`."""
@@ -286,7 +299,12 @@ class PoolController:
                 "last_commit_seconds": self.last_commit_seconds,
                 "reservations": [m.reservation.snapshot() for m in self._members],
                 "segments": [
-                    {"reservation": index, "offset": s.offset, "block_stride": s.block_stride, "size_bytes": size}
+                    {
+                        "reservation": index,
+                        "offset": s.offset,
+                        "block_stride": s.block_stride,
+                        "size_bytes": size,
+                    }
                     for index, m in enumerate(self._members)
                     if m.layout
                     for s, size in zip(m.layout.segments, m.layout.sizes_bytes, strict=True)
@@ -315,9 +333,12 @@ class PoolController:
             if member.contains(address):
                 return member
         ranges = ", ".join(
-            f"0x{m.reservation.base:x}..0x{m.reservation.base + m.reservation.size_bytes:x}" for m in self._members
+            f"0x{m.reservation.base:x}..0x{m.reservation.base + m.reservation.size_bytes:x}"
+            for m in self._members
         )
-        raise PoolValueError(f"a view at 0x{address:x} lies outside the pool's memory ({ranges or 'no tensors yet'})")
+        raise PoolValueError(
+            f"a view at 0x{address:x} lies outside the pool's memory ({ranges or 'no tensors yet'})"
+        )
 
     def _check_bound(self, operation: str, num_blocks: int) -> None:
         self._check_not_freed()

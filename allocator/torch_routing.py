@@ -234,4 +234,3 @@ _FACTORIES: dict[Any, bool] = {
     torch.Tensor.new_empty: True,
     torch.Tensor.new_zeros: True,
 }
-
