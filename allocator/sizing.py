@@ -78,7 +78,7 @@ def kv_budget_bytes(
     SizingError
         Nothing would be left: the message names what was requested and what is held or reserved.
     """
-    held_bytes = max(initial_free_bytes - free_now_bytes - committed_pool_bytes, known_held_bytes, 0)
+    held_bytes = max(initial_free_bytes - free_now_bytes - committed_pool_bytes, known_held_bytes)
     reserved_bytes = step_reserve_bytes + margin_bytes
     if held_bytes + reserved_bytes > requested_bytes:
         raise SizingError(
