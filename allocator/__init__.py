@@ -38,7 +38,21 @@ _HOMES = {
     "probe": "probing",
 }
 
-__all__ = [*_HOMES]  # noqa: PLE0604
+__all__ = [
+    "BlockLayout",
+    "DriverError",
+    "EkvError",
+    "ExtensibleTensor",
+    "PoolController",
+    "PoolOutOfMemoryError",
+    "PoolValueError",
+    "Probe",
+    "UnsupportedError",
+    "extensible_kv_pool",
+    "memory_info",
+    "pluggable_allocator",
+    "probe",
+]
 
 
 def __getattr__(name: str) -> Any:

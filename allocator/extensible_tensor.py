@@ -84,12 +84,12 @@ class ExtensibleTensor:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The committed bytes, uint8 of shape `[num_bytes]`. Raises `PoolValueError` with several segments."""
+        """The committed bytes, uint8 of shape `[num_bytes]`; `PoolValueError` with several segments."""
         self._check_single("tensor")
         return self.full_view()[: self.num_bytes]
 
     def full_view(self) -> torch.Tensor:
-        """Return all addresses, uint8 of shape `[max_num_bytes]`; bytes that are not committed must not be touched."""
+        """Return all addresses, uint8 of shape `[max_num_bytes]`; do not touch what is not committed."""
         self._check_alive()
         assert self._tensor is not None
         return self._tensor
@@ -120,7 +120,8 @@ class ExtensibleTensor:
         current = self.bytes_per_segment
         if not current <= num_bytes <= self.segment_capacity_bytes:
             raise PoolValueError(
-                f"{num_bytes} bytes per segment, outside {current} (committed) to {self.segment_capacity_bytes}"
+                f"{num_bytes} bytes per segment, outside {current} (committed) to "
+                f"{self.segment_capacity_bytes} (capacity)"
             )
         flags = lib.EKV_COMMIT_ZERO if zero_new else 0
         check(lib.ekv_commit(*ids_argument([self._reservation.id]), num_bytes, flags))

@@ -216,7 +216,7 @@ class PoolController:
             check(lib.ekv_release_physical(*self._ids()))
 
     def recommit(self) -> None:
-        """Back the blocks again that were committed at `release_physical`, zeroed. Raises as `commit` does."""
+        """Back the blocks that `release_physical` gave back again, zeroed. Raises as `commit` does."""
         with self._lock:
             self._check_not_freed()
             self._grow(lambda: lib.ekv_recommit(*self._ids()))

@@ -148,8 +148,8 @@ def _reserve_on_gpu(
             raise
     if not reservation_id:
         raise DriverError(
-            f"device {device.index}: the allocation of {tensor.untyped_storage().nbytes()} bytes did not reach "
-            "the pool's allocator: another MemPool, or another pluggable allocator, is active around it"
+            f"device {device.index}: the allocation of {tensor.untyped_storage().nbytes()} bytes did not "
+            "reach the pool's allocator: another MemPool, or another pluggable allocator, is active around it"
         )
     finalizer = weakref.finalize(tensor.untyped_storage(), _on_storage_death, reservation_id, mempool)
     finalizer.atexit = False

@@ -135,12 +135,13 @@ static int enter(ekv_device *device, scope *s)
     return code;
 }
 
+/* The caller's state must come back: a refusal is answered by asking once more. */
 static void leave(scope *s)
 {
     void *ours;
-    if (s->exchanged)
+    if (s->exchanged && cuda.exchange_capture_mode(&s->capture_mode))
         cuda.exchange_capture_mode(&s->capture_mode);
-    if (s->pushed)
+    if (s->pushed && cuda.context_pop(&ours))
         cuda.context_pop(&ours);
 }
 
