@@ -1,5 +1,6 @@
 """Pools for tests, on every device that is here."""
 
+import os
 import subprocess
 import sys
 
@@ -15,7 +16,7 @@ MIB = 1 << 20
 
 
 def make_pool(device, num_layers=4, num_blocks=64, block_bytes=96 * 1024, block_dim=0, **options):
-    """A layers-outermost cache, int32: pool and a view `[layers, blocks, words]`. Blocks straddle granules."""
+    """A layers-outermost int32 cache: pool and view `[layers, blocks, words]`; blocks straddle granules."""
     with extensible_kv_pool(device, **options) as pool:
         flat = torch.zeros(num_layers * num_blocks * block_bytes, dtype=torch.int8, device=device)
     view = flat.view(torch.int32).view(num_layers, num_blocks, -1)
@@ -48,7 +49,7 @@ def num_reservations(device):
 
 def run_python(code, timeout=120, **environment):
     """Run `code` in a fresh interpreter; returns the finished process with its output as text."""
-    import os
-
     env = {**os.environ, **{k: str(v) for k, v in environment.items()}}
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=timeout
+    )

@@ -180,7 +180,9 @@ def test_commit_out_of_memory_names_bytes_and_changes_nothing(host_budget):  # 4
     fill(view, 0, 40)
     before = pool.snapshot()
     host_budget(pool.physical_bytes + 20 * MIB)
-    with pytest.raises(PoolOutOfMemoryError, match=r"host: create failed: ENOMEM \(12\), device 0, 2097152 bytes"):
+    with pytest.raises(
+        PoolOutOfMemoryError, match=r"host: create failed: ENOMEM \(12\), device 0, 2097152 bytes"
+    ):
         pool.commit(400)
     assert pool.snapshot() == before
     assert_filled(view, 0, 40)

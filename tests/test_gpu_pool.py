@@ -1,0 +1,215 @@
+"""What only a GPU can show: CUDA graphs over growing pools, MemPools, contexts, exits."""
+
+import pytest
+import torch
+from pools import MIB, assert_filled, fill, make_pool, run_python
+
+from allocator import DriverError, extensible_kv_pool, memory_info
+
+pytestmark = pytest.mark.gpu
+
+
+def test_graph_captured_with_one_block_replays_over_blocks_committed_later():
+    pool, view = make_pool("cuda", num_layers=4, num_blocks=64)
+    pool.commit(1)
+    index = torch.zeros(1, dtype=torch.int64, device="cuda")
+    total = torch.zeros(4, dtype=torch.int64, device="cuda")
+
+    def step():
+        torch.sum(view.index_select(1, index).long(), dim=(1, 2), out=total)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    pool.commit(64)
+    fill(view, 0, 64)
+    for block in (0, 1, 33, 63):
+        index.fill_(block)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(total, view[:, block].long().sum(dim=1)), block
+    pool.release_physical()
+    pool.recommit()
+    fill(view, 0, 64)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(total, view[:, 63].long().sum(dim=1))
+
+
+def test_commit_takes_and_release_gives_device_memory():
+    pool, _view = make_pool("cuda", num_layers=8, num_blocks=1024, block_bytes=256 * 1024)  # 2 GiB
+    before = memory_info("cuda")[0]
+    pool.commit(1024)
+    assert before - memory_info("cuda")[0] == pytest.approx(pool.physical_bytes, abs=4 * MIB)
+    pool.shrink(0)
+    assert memory_info("cuda")[0] == pytest.approx(before, abs=4 * MIB)
+
+
+def test_commit_while_kernels_run_on_the_committed_prefix():
+    pool, view = make_pool("cuda", num_layers=4, num_blocks=512, block_bytes=MIB)
+    pool.commit(32)
+    fill(view, 0, 32)
+    expected = view[:, :32].clone()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(200):
+            view[:, :32] += 1
+            view[:, :32] -= 1
+    pool.commit(512)
+    stream.synchronize()
+    assert torch.equal(view[:, :32], expected)
+    assert not view[:, 32:].any()
+
+
+def test_commit_short_of_memory_empties_pytorchs_cache_and_succeeds():  # case 32
+    torch.cuda.empty_cache()
+    free = memory_info("cuda")[0]
+    pool, view = make_pool("cuda", num_layers=1, num_blocks=64, block_bytes=MIB)
+    filler = torch.empty(free - 66 * MIB - 1024 * MIB, dtype=torch.int8, device="cuda")
+    cached = torch.empty(1000 * MIB, dtype=torch.int8, device="cuda")
+    del cached  # free, but held by PyTorch
+    pool.commit(64)
+    assert not view.any()
+    del filler
+
+
+def test_recommit_fails_while_the_device_is_full_and_works_after():  # case 31
+    torch.cuda.empty_cache()
+    pool, view = make_pool("cuda", num_layers=4, num_blocks=1024, block_bytes=MIB)  # 4 GiB
+    pool.commit(1024)
+    pool.release_physical()
+    filler = torch.empty(memory_info("cuda")[0] - 1024 * MIB, dtype=torch.int8, device="cuda")
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"cuda: cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY \(2\)"
+    ):
+        pool.recommit()
+    assert pool.physical_bytes == 0
+    del filler
+    torch.cuda.empty_cache()
+    pool.recommit()
+    assert pool.committed_blocks == 1024
+    assert not view.any()
+
+
+def test_a_mempool_around_ours_does_not_take_the_allocation():  # case 26
+    outer = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(outer), extensible_kv_pool("cuda") as pool:
+        try:
+            cache = torch.zeros(64, MIB, dtype=torch.int8, device="cuda")
+        except DriverError as error:
+            assert "did not reach the pool's allocator" in str(error)
+            pytest.fail(str(error))
+    pool.bind(cache)
+    pool.commit(64)
+    cache.fill_(1)
+    assert int(cache.sum(dtype=torch.int64)) == 64 * MIB
+
+
+def test_small_and_odd_sizes_are_not_packed_into_one_torch_segment():
+    with extensible_kv_pool("cuda") as pool:
+        caches = [
+            torch.zeros(3, size, dtype=torch.int8, device="cuda") for size in (MIB, 4 * MIB, 7 * MIB + 12)
+        ]
+    for cache in caches:
+        pool.bind(cache)
+    pool.commit(3)
+    for number, cache in enumerate(caches):
+        cache.fill_(number + 1)
+    assert [int(c.sum(dtype=torch.int64)) // c.numel() for c in caches] == [1, 2, 3]
+
+
+def test_shareable_pool_works():
+    pool, view = make_pool("cuda", shareable=True)
+    pool.commit(64)
+    fill(view, 0, 64)
+    assert_filled(view, 0, 64)
+    print(pool.snapshot()["reservations"])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_pool_on_device_0_while_device_1_is_current():  # case 20
+    with extensible_kv_pool("cuda:0") as pool:
+        torch.cuda.set_device(1)
+        cache = torch.zeros(4, MIB, dtype=torch.int8, device="cuda:0")
+        pool.bind(cache)
+        pool.commit(4)
+        assert torch.cuda.current_device() == 1
+        assert torch.zeros(1, device="cuda").device.index == 1
+    torch.cuda.set_device(0)
+    cache.fill_(1)
+    assert int(cache.sum()) == 4 * MIB
+
+
+GRAPH_AND_EXIT = """
+import torch
+from allocator import extensible_kv_pool
+with extensible_kv_pool("cuda") as pool:
+    cache = torch.zeros(8, 1 << 20, dtype=torch.int8, device="cuda")
+pool.bind(cache); pool.commit(2)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    cache[:2] += 1
+pool.commit(8); graph.replay()
+{end}
+"""
+ENDS = {
+    "nothing": "",
+    "tensor first": "del cache; del pool",
+    "pool first": "del pool; del cache",
+    "graph last": "del cache; del pool; import gc; gc.collect(); torch.cuda.synchronize()",
+    "cycle": "class C: pass\nc = C(); c.c = c; c.all = (pool, cache, graph); del pool, cache, graph",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_exit_status_is_0_in_any_order(end):  # 11; case 23
+    process = run_python(GRAPH_AND_EXIT.format(end=ENDS[end]))
+    assert (process.returncode, process.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_expandable_segments_work_and_stay_set(variable):  # case 27
+    code = GRAPH_AND_EXIT.format(end="") + (
+        "import os\n"
+        f"assert os.environ['{variable}'] == 'expandable_segments:True'\n"
+        "x = torch.zeros(1 << 26, device='cuda')\n"
+        "assert any(s['is_expandable'] for s in torch.cuda.memory_snapshot())\n"
+    )
+    process = run_python(code, **{variable: "expandable_segments:True"})
+    assert process.returncode == 0, process.stderr
+
+
+def test_change_current_allocator_mode_grows_tagged_tensors_and_passes_the_rest_through():
+    code = """
+import torch
+from allocator import extensible_kv_pool, pluggable_allocator
+torch.cuda.memory.change_current_allocator(pluggable_allocator())
+x = torch.ones(1 << 20, device="cuda")
+with extensible_kv_pool("cuda") as pool:
+    cache = torch.zeros(8, 1 << 20, dtype=torch.int8, device="cuda")
+    y = torch.ones(1 << 20, device="cuda")
+pool.bind(cache); pool.commit(1)
+assert pool.physical_bytes == 2 << 20
+index = torch.zeros(1, dtype=torch.int64, device="cuda")
+out = torch.zeros(1 << 20, dtype=torch.int8, device="cuda")
+stream = torch.cuda.Stream()
+with torch.cuda.stream(stream):
+    out.copy_(cache.index_select(0, index)[0])
+torch.cuda.synchronize()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    out.copy_(cache.index_select(0, index)[0])
+pool.commit(8)
+cache[5] = 7; index.fill_(5); graph.replay(); torch.cuda.synchronize()
+assert int(out.sum(dtype=torch.int64)) == 7 << 20
+assert float((x + y).sum()) == 2 << 20
+del cache
+from allocator.shim import lib
+torch.cuda.synchronize()
+assert lib.ekv_num_reservations() == 0, lib.ekv_num_reservations()
+print("ok")
+"""
+    process = run_python(code)
+    assert (process.returncode, process.stdout) == (0, "ok\n"), process.stderr

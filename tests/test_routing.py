@@ -1,0 +1,191 @@
+"""Which tensor factories become growable inside `extensible_kv_pool()`, and which do not."""
+
+import threading
+import weakref
+
+import pytest
+import torch
+from pools import MIB, ON_EVERY_DEVICE, run_python
+
+from allocator import DriverError, PoolValueError, extensible_kv_pool
+from allocator.torch_routing import driver_of, resolve_device
+
+FACTORIES = {
+    "empty": lambda device, like: torch.empty(4, MIB, dtype=torch.int8, device=device),
+    "empty with a size tuple": lambda device, like: torch.empty((4, MIB), dtype=torch.int8, device=device),
+    "zeros": lambda device, like: torch.zeros(4, MIB, dtype=torch.int8, device=device),
+    "zeros with a size": lambda device, like: torch.zeros(size=(4, MIB), dtype=torch.int8, device=device),
+    "full with 0": lambda device, like: torch.full((4, MIB), 0, dtype=torch.int8, device=device),
+    "empty_strided": lambda device, like: torch.empty_strided(
+        (4, MIB), (MIB, 1), dtype=torch.int8, device=device
+    ),
+    "empty_like": lambda device, like: torch.empty_like(like),
+    "zeros_like": lambda device, like: torch.zeros_like(like),
+    "new_empty": lambda device, like: like.new_empty(4, MIB),
+    "new_zeros": lambda device, like: like.new_zeros((4, MIB)),
+    "new_zeros of another device's tensor": lambda device, like: torch.ones(
+        1, dtype=torch.int8, device="cpu"
+    ).new_zeros((4, MIB), device=device),
+}
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("name", FACTORIES)
+def test_routing_tensor_factory_becomes_growable(device, name):
+    like = torch.ones(4, MIB, dtype=torch.int8, device=device)
+    with extensible_kv_pool(device) as pool:
+        cache = FACTORIES[name](device, like)
+    assert (cache.shape, cache.dtype, cache.device) == (like.shape, like.dtype, like.device)
+    assert cache.is_contiguous()
+    assert pool.reserved_bytes >= 4 * MIB and pool.physical_bytes == 0
+    pool.bind(cache)
+    pool.commit(3)
+    assert not cache[:3].any()
+    cache[:3] = 2
+    assert int(cache[:3].sum()) == 6 * MIB
+
+
+@ON_EVERY_DEVICE
+def test_routing_everything_else_stays_with_pytorch(device):
+    like = torch.ones(2 * MIB, dtype=torch.int8, device=device)
+    with extensible_kv_pool(device, predicate=lambda meta: meta.dtype != torch.float64) as pool:
+        others = [
+            torch.ones(2 * MIB, device=device),
+            torch.full((2 * MIB,), 1, device=device),
+            torch.full((2 * MIB,), fill_value=3.0, device=device),
+            torch.randn(2 * MIB, device=device),
+            torch.arange(2 * MIB, device=device),
+            like.clone(),
+            like + 1,
+            torch.zeros(MIB - 1, dtype=torch.int8, device=device),  # under min_bytes
+            torch.zeros(2 * MIB, dtype=torch.float64, device=device),  # outside the predicate
+            torch.zeros(0, MIB, device=device),
+            torch.zeros(2 * MIB, device="meta"),
+        ]
+        out = torch.ones(2 * MIB, device=device)
+        torch.zeros(2 * MIB, out=out)
+    assert pool.reserved_bytes == 0
+    assert not out.any()
+    assert all(
+        float(t.sum(dtype=torch.float64)) == float(t.numel() * k)
+        for t, k in zip(others[:3], (1, 1, 3), strict=True)
+    )
+    with pytest.raises(PoolValueError, match="before bind"):
+        pool.commit(1)
+
+
+@ON_EVERY_DEVICE
+def test_routing_strides_offsets_and_grad_are_as_asked(device):
+    with extensible_kv_pool(device) as pool:
+        cache = torch.empty_strided((64, 4, 4000), (4000, 64 * 4000, 1), dtype=torch.float16, device=device)
+        weights = torch.zeros(MIB, device=device, requires_grad=True)
+    assert cache.stride() == (4000, 256_000, 1)
+    assert weights.requires_grad and weights.is_leaf
+    pool.bind(cache)
+    pool.bind(weights.detach().view(64, -1))
+    pool.commit(64)
+    assert pool.num_segments == 5
+    cache.fill_(1)
+    assert float(cache.float().sum()) == 64 * 4 * 4000
+
+
+@ON_EVERY_DEVICE
+def test_routing_default_device_is_respected(device):
+    with extensible_kv_pool(device) as pool:
+        before = pool.reserved_bytes
+        torch.zeros(MIB, device="meta")
+        with torch.device(device):
+            cache = torch.zeros(4, MIB, dtype=torch.int8)
+    assert cache.device.type == device
+    assert pool.reserved_bytes > before
+
+
+@ON_EVERY_DEVICE
+def test_routing_another_thread_does_not_enter_the_pool(device):  # case 25
+    made = []
+    with extensible_kv_pool(device) as pool:
+        thread = threading.Thread(
+            target=lambda: made.append(torch.zeros(4 * MIB, dtype=torch.int8, device=device))
+        )
+        thread.start()
+        thread.join()
+        assert pool.reserved_bytes == 0
+    made[0].fill_(1)
+    assert int(made[0].sum()) == 4 * MIB
+
+
+@ON_EVERY_DEVICE
+def test_routing_pools_nest_and_the_inner_one_takes(device):
+    with extensible_kv_pool(device) as outer:
+        with extensible_kv_pool(device) as inner:
+            torch.zeros(4 * MIB, dtype=torch.int8, device=device)
+        kept = torch.zeros(2 * MIB, dtype=torch.int8, device=device)
+    assert kept.numel() == 2 * MIB
+    assert outer.reserved_bytes == 2 * MIB
+    assert inner._members
+
+
+@ON_EVERY_DEVICE
+def test_routing_error_in_the_block_leaves_no_trace(device):
+    class Boom(Exception):
+        pass
+
+    with pytest.raises(Boom), extensible_kv_pool(device):
+        raise Boom
+    cache = torch.zeros(4 * MIB, dtype=torch.int8, device=device)
+    cache.fill_(1)
+
+
+@ON_EVERY_DEVICE
+def test_routing_200_dropped_randn_inside_the_context(device):  # case 21
+    with extensible_kv_pool(device) as pool:
+        for _ in range(200 if device == "cuda" else 5):
+            torch.randn(2048, 7168, device=device)
+        if device == "cuda":
+            torch.cuda.synchronize()
+    assert pool.reserved_bytes == 0
+
+
+def test_routing_new_tensor_after_commit_is_refused():
+    with extensible_kv_pool("cpu") as pool:
+        cache = torch.zeros(4, MIB, dtype=torch.int8)
+        pool.bind(cache)
+        pool.commit(1)
+        with pytest.raises(PoolValueError, match="a new tensor after 1 blocks were committed"):
+            torch.zeros(4, MIB, dtype=torch.int8)
+    assert not cache[:1].any()
+
+
+def test_storage_weakref_survives_its_wrapper():
+    """The GPU route learns of a storage's death from a weak reference to its wrapper: not before."""
+    died = []
+    tensor = torch.zeros(8)
+    weakref.finalize(tensor.untyped_storage(), died.append, 1)
+    view = tensor[2:]
+    del tensor
+    assert not died and view.untyped_storage().nbytes() == 32
+    del view
+    assert died == [1]
+
+
+def test_unserved_devices_and_arguments_are_refused():
+    with pytest.raises(DriverError, match="meta"):
+        driver_of(torch.device("meta"))
+    with pytest.raises(ValueError, match="min_bytes=-1"), extensible_kv_pool("cpu", min_bytes=-1):
+        pass
+    assert resolve_device("cpu") == torch.device("cpu")
+
+
+def test_import_touches_no_driver():  # 10
+    code = """
+import os, sys
+os.environ["EKV_CUDA_LIBRARY"] = "/nonexistent/libcuda.so.1"
+import allocator, allocator.pool, allocator.torch_routing, allocator.probing, torch
+from allocator.shim import lib
+assert lib.ekv_num_reservations() == 0
+assert not torch.cuda.is_initialized()
+print(len(open("/proc/self/maps").read().split("extensible-kv")))
+"""
+    process = run_python(code)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == "1\n"
