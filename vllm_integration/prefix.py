@@ -1,0 +1,50 @@
+"""How many blocks warm-up needs: the prefix that is backed before anything is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = ["warmup_blocks"]
+
+# vLLM's kernel warm-up prefills each request and decodes it up to 5 times; 8 leaves room for a release that
+# does more. It asks for at most what num_blocks allows, so a prefix that is too short only warms up less.
+WARMUP_STEPS = 8
+
+
+def warmup_blocks(
+    worker: Any, kv_cache_config: Any, capacity: int, bytes_per_block: int, most_bytes: int
+) -> int:
+    """Return the number of blocks to back for warm-up, between 2 and `capacity`.
+
+    Block 0 is the null block. The V2 runner's warm-up gives each request blocks of its own and runs one full
+    prefill; sink attention fixes the first blocks; Mamba's warm-up gives each request one state. All but the
+    last two are clamped by vLLM, so those count in full and the rest stays within `most_bytes`.
+    """
+    scheduler = worker.scheduler_config
+    max_tokens, max_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    speculative = getattr(worker.vllm_config.speculative_config, "num_speculative_tokens", 0) or 0
+    request_tokens = (1 + speculative) * WARMUP_STEPS + 2
+    specs = list(_layer_specs(kv_cache_config))
+    for_requests = max_requests * sum(_blocks(spec, request_tokens) for spec in specs)
+    for_prefill = sum(_blocks(spec, max_tokens) + _blocks(spec, request_tokens) for spec in specs)
+    wanted = 1 + max(for_requests, for_prefill)
+    affordable = max(2, most_bytes // bytes_per_block)
+
+    fixed = 2
+    for spec in specs:
+        sink_len = getattr(spec, "sink_len", None) or 0
+        fixed = max(fixed, 1 + -(-sink_len // spec.block_size))
+        if type(spec).__name__ == "MambaSpec":
+            fixed = max(fixed, 1 + max_requests)
+    return min(capacity, max(fixed, min(wanted, affordable)))
+
+
+def _layer_specs(kv_cache_config: Any) -> Iterable[Any]:
+    for group in kv_cache_config.kv_cache_groups:
+        nested = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        yield next(iter(nested.values())) if nested else group.kv_cache_spec
+
+
+def _blocks(spec: Any, num_tokens: int) -> int:
+    return -(-num_tokens // spec.block_size) + (getattr(spec, "num_speculative_blocks", 0) or 0)

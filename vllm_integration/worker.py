@@ -1,0 +1,162 @@
+"""The worker's side: reserve, bind, warm up inside the prefix, measure, commit.
+
+`extend` puts `ExtensibleWorker` in front of a worker class. Its overrides do nothing until the engine has
+asked `ekv_begin` and every worker agreed. The `ekv_*` methods are called by the engine through
+`collective_rpc`; they return plain data and report expected failures in it, because an exception would leave
+the other ranks' answers unread.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+from vllm_integration import allocation, measure, worker_checks
+from vllm_integration.config import Options
+from vllm_integration.prefix import warmup_blocks
+from vllm_integration.worker_state import WorkerCache
+
+__all__ = ["ExtensibleWorker", "UnsupportedWorker", "extend"]
+
+
+@functools.cache
+def extend(worker_class: type) -> type:
+    """Return `worker_class` with the extensible cache, or with the reason why it cannot have it."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    mixin = ExtensibleWorker if issubclass(worker_class, Worker) else UnsupportedWorker
+    return type(f"Extensible{worker_class.__name__}", (mixin, worker_class), {"__module__": __name__})
+
+
+class UnsupportedWorker:
+    """Put in front of a worker class that is not one of vLLM's GPU or CPU workers."""
+
+    def ekv_begin(self, options: dict[str, Any]) -> str | None:
+        """Return why this worker class cannot have an extensible cache."""
+        return (
+            f"the worker class {type(self).__mro__[2].__qualname__} is not a vllm.v1.worker.gpu_worker.Worker"
+        )
+
+
+class ExtensibleWorker:
+    """Overrides for a worker class that comes after it in the method resolution order."""
+
+    _ekv: WorkerCache | None = None
+
+    # From here on, what vLLM calls.
+
+    def determine_available_memory(self: Any) -> int:
+        """Profile as vLLM does, without capturing graphs only to estimate them."""
+        cache = self._ekv
+        if cache is None:
+            return super().determine_available_memory()
+        with measure.without_graph_estimation(self.model_runner):
+            try:
+                cache.stock_bytes = super().determine_available_memory()
+            except AssertionError as error:
+                # vLLM gives up when a neighbour frees memory meanwhile; what is free is read again later.
+                cache.stock_error = error
+        cache.note_profile(self)
+        return cache.stock_bytes or 0
+
+    def initialize_from_config(self: Any, kv_cache_config: Any) -> None:
+        """Reserve the whole cache where vLLM allocates it, bind its views, back the prefix."""
+        cache = self._ekv
+        if cache is None or cache.pool is not None:
+            return super().initialize_from_config(kv_cache_config)
+        with allocation.pooled(functools.partial(self._ekv_allocate, kv_cache_config)):
+            super().initialize_from_config(kv_cache_config)
+
+    def compile_or_warm_up_model(self: Any) -> Any:
+        """Warm up and capture with no more blocks than are backed."""
+        cache = self._ekv
+        if cache is None or cache.pool is None:
+            return super().compile_or_warm_up_model()
+        plan = self.model_runner.kv_cache_config
+        capacity = plan.num_blocks
+        plan.num_blocks = cache.pool.committed_blocks
+        start = time.perf_counter()
+        try:
+            return super().compile_or_warm_up_model()
+        finally:
+            plan.num_blocks = capacity
+            cache.seconds["warm_up"] = time.perf_counter() - start
+
+    def shutdown(self: Any) -> None:
+        """Shut down as vLLM does, then give the memory and the addresses back."""
+        super().shutdown()
+        cache, self._ekv = self._ekv, None
+        if cache is not None and cache.pool is not None:
+            cache.close()
+
+    # From here on, what the engine calls.
+
+    def ekv_begin(self: Any, options: dict[str, Any]) -> str | None:
+        """Get ready, and return None; or return why not, and stay an ordinary worker."""
+        reason = worker_checks.worker_reason(self)
+        if reason is None:
+            from vllm_integration.patches import PatchError
+            from vllm_integration.plugin import apply_allocation_patches
+
+            try:
+                apply_allocation_patches()
+            except PatchError as error:
+                reason = str(error)
+        reason = worker_checks.agreed(reason)
+        self._ekv = None if reason else WorkerCache(Options(**options), self)
+        return reason
+
+    def ekv_abandon(self: Any) -> int:
+        """Become an ordinary worker again; return the bytes that vLLM would have sized its cache with."""
+        cache, self._ekv = self._ekv, None
+        return cache.stock_available(self) if cache else 0
+
+    def ekv_propose(self: Any) -> dict[str, Any]:
+        """Return the bytes to reserve addresses for, and what vLLM's own profile came to."""
+        return self._ekv.propose(self)
+
+    def ekv_check_layout(self: Any, kv_cache_configs: list[Any]) -> str | None:
+        """Return why the planned cache cannot grow, or None."""
+        return worker_checks.layout_reason(self, kv_cache_configs[self.rank])
+
+    def ekv_measure(self: Any) -> dict[str, Any]:
+        """Run the widest step, and return what the cache may hold."""
+        return self._ekv.measure(self)
+
+    def ekv_commit(self: Any, num_blocks: int) -> dict[str, Any]:
+        """Back the first `num_blocks` blocks; the answer says whether it worked."""
+        return self._ekv.commit(self, num_blocks)
+
+    def ekv_rollback(self: Any) -> dict[str, Any]:
+        """Go back to the prefix, and return how many blocks would fit now."""
+        return self._ekv.rollback(self)
+
+    def ekv_snapshot(self: Any) -> dict[str, Any] | None:
+        """Return the pool as plain data, or None without one."""
+        cache = self._ekv
+        return None if cache is None or cache.pool is None else cache.snapshot(self)
+
+    def _ekv_allocate(self: Any, worker_config: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+        from allocator import extensible_kv_pool
+
+        cache = self._ekv
+        plan = args[0] if args else kwargs["kv_cache_config"]
+        if not plan.kv_cache_tensors:
+            return original(*args, **kwargs)
+        size = plan.kv_cache_tensors[0].size
+        settings = {"min_bytes": size}
+        if cache.options.max_chunk_bytes is not None:
+            settings["max_chunk_bytes"] = cache.options.max_chunk_bytes
+        counted = measure.own_bytes(self.device)
+        with extensible_kv_pool(self.device, **settings) as pool:
+            caches = original(*args, **kwargs)
+        cache.adopt(pool, plan.num_blocks, size)
+        if self.device.type == "cuda":
+            cache.counted_bytes = measure.own_bytes(self.device) - counted
+        cache.num_views = allocation.bind_views(pool, caches, plan.num_blocks)
+        blocks = cache.options.warmup_blocks or warmup_blocks(
+            self, worker_config, plan.num_blocks, cache.bytes_per_block, cache.prefix_limit_bytes(self)
+        )
+        cache.commit_prefix(min(blocks, plan.num_blocks))
+        return caches

@@ -1,0 +1,97 @@
+"""What only a worker can tell about whether it can have an extensible cache, before anything is reserved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_integration.allocation import view_specs_of_plan
+
+__all__ = ["agreed", "layout_reason", "reservable_bytes", "worker_reason"]
+
+
+def worker_reason(worker: Any) -> str | None:
+    """Return why this worker cannot have an extensible cache, or None. Really allocates, to be sure."""
+    from allocator import probe
+
+    device = worker.device
+    if device.type not in ("cuda", "cpu"):
+        return f"devices of type {device.type} are not supported"
+    found = probe(device)
+    if not found.available:
+        return f"virtual memory is unavailable on {device}: {found.reason}"
+    return _backend_reason(worker.vllm_config)
+
+
+def layout_reason(worker: Any, kv_cache_config: Any) -> str | None:
+    """Return why the planned views cannot grow together, or None."""
+    from allocator import BlockLayout
+
+    if not kv_cache_config.kv_cache_tensors:
+        return None
+    for group in kv_cache_config.kv_cache_groups:
+        if not getattr(group.kv_cache_spec, "has_layer_views", True):
+            return f"{type(group.kv_cache_spec).__name__} lays out the cache by itself"
+    size = kv_cache_config.kv_cache_tensors[0].size
+    try:
+        specs = view_specs_of_plan(kv_cache_config, worker.cache_config.get_resolved_kv_cache_layout())
+        BlockLayout.from_views(0, size, specs)
+    except ValueError as error:
+        return f"the layers do not agree on where the blocks are: {error}"
+    return None
+
+
+def reservable_bytes(device: Any, wanted_bytes: int, least_bytes: int) -> int:
+    """Return how many bytes of addresses can be reserved: `wanted_bytes`, or less, down to `least_bytes`.
+
+    Returns 0 when not even `least_bytes` can. Tries it for real, and gives the addresses back.
+    """
+    import torch
+
+    from allocator import extensible_kv_pool
+    from allocator.errors import EkvError
+
+    while wanted_bytes > 0:
+        pool = None
+        try:
+            with extensible_kv_pool(device, min_bytes=1) as pool:
+                trial = torch.empty(wanted_bytes, dtype=torch.int8, device=device)
+            del trial
+            return wanted_bytes
+        except (EkvError, MemoryError, RuntimeError):
+            if wanted_bytes <= least_bytes:
+                return 0
+            wanted_bytes = max(least_bytes, wanted_bytes * 3 // 4)
+        finally:
+            if pool is not None:
+                pool.free()
+    return 0
+
+
+def agreed(reason: str | None) -> str | None:
+    """Return the first reason of any data-parallel rank, so that all of them decide the same.
+
+    Ranks that warm up together must also measure together. Without data parallelism the engine collects the
+    answers of its own workers.
+    """
+    import torch
+    from vllm.distributed.parallel_state import get_dp_group
+
+    try:
+        group = get_dp_group()
+    except AssertionError:
+        return reason
+    if group.world_size == 1:
+        return reason
+    reasons: list[str | None] = [None] * group.world_size
+    torch.distributed.all_gather_object(reasons, reason, group=group.cpu_group)
+    return next((r for r in reasons if r), None)
+
+
+def _backend_reason(vllm_config: Any) -> str | None:
+    from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+
+    names = {backend.get_name() for backend in get_current_attn_backends(vllm_config)}
+    flex = sorted(name for name in names if "FLEX" in name)
+    if flex:
+        return f"{flex[0]} builds its block mask from the engine's block count"
+    return None

@@ -1,0 +1,219 @@
+"""One worker's cache: its pool, and the figures that are read on the way from reservation to final size."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm_integration import measure
+from vllm_integration.config import Options
+from vllm_integration.worker_checks import reservable_bytes
+
+__all__ = ["WorkerCache"]
+
+# At most this part of the budget goes into the warm-up prefix, where blocks are large and requests many.
+PREFIX_PART = 8
+
+
+class WorkerCache:
+    """Belongs to one worker, and is used from its thread only. Sizes are bytes of this worker's device."""
+
+    def __init__(self, options: Options, worker: Any) -> None:
+        self.options = options
+        self.pool: Any = None
+        self.num_views = 0
+        self.prefix_blocks = 0
+        self.bytes_per_block = 0
+        self.counted_bytes = 0  # how much of the reservation PyTorch counts as its own
+        self.stock_bytes: int | None = None
+        self.stock_error: AssertionError | None = None
+        self.set_aside_bytes = 0  # kept for the front end's decoders
+        self.peak_activation_bytes = 0
+        self.seconds: dict[str, float] = {}
+        self.rank = worker.rank
+        self.requested_bytes, self.initial_free_bytes = _budget(worker)
+        self.explicit = False
+        self.profile_free_bytes = 0
+
+    def note_profile(self, worker: Any) -> None:
+        """Keep what vLLM's profile found, and settle whether the size is an explicit one."""
+        # Read here and not in the engine: a saved start-up plan sets it in the worker.
+        self.explicit = worker.cache_config.kv_cache_memory_bytes is not None
+        available = getattr(worker, "available_kv_cache_memory_bytes", None)
+        if self.explicit:
+            available = worker.cache_config.kv_cache_memory_bytes
+        if available is not None and self.stock_bytes is not None:
+            self.set_aside_bytes = max(0, int(available) - self.stock_bytes)
+        if hasattr(worker, "peak_activation_memory"):
+            # Where it is set, warm-up logs a size for a cache like stock's, and may save it for next time.
+            self.peak_activation_bytes = int(worker.peak_activation_memory)
+            del worker.peak_activation_memory
+        measure.settle(worker.device)
+        self.profile_free_bytes = measure.free_bytes(worker.device)
+
+    def propose(self, worker: Any) -> dict[str, Any]:
+        """Return an upper bound of the final size; addresses are free, so it may be far above what fits."""
+        stock = self.stock_bytes or 0
+        wanted = stock
+        if not self.explicit:
+            wanted = max(stock, self.requested_bytes - _model_bytes(worker) - self.set_aside_bytes)
+        reservable = reservable_bytes(worker.device, wanted, max(1, stock)) if wanted > 0 else wanted
+        reason = None
+        if wanted > 0 and not reservable:
+            reason = f"rank {self.rank} cannot reserve {wanted} bytes of addresses, nor {stock}"
+        return {
+            "rank": self.rank,
+            "explicit": self.explicit,
+            "upper_bytes": reservable,
+            "stock_bytes": stock,
+            "reason": reason,
+        }
+
+    def stock_available(self, worker: Any) -> int:
+        """Return vLLM's own figure, with the estimation of graph memory that was left out until now."""
+        import vllm.envs as envs
+        from vllm.config import CUDAGraphMode
+
+        if self.stock_error is not None:
+            raise self.stock_error
+        available = self.stock_bytes or 0
+        mode = worker.compilation_config.cudagraph_mode
+        if self.explicit or worker.device.type != "cuda" or mode == CUDAGraphMode.NONE:
+            return available
+        estimate = worker.model_runner.profile_cudagraph_memory()
+        return available - (estimate if envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS else 0)
+
+    def adopt(self, pool: Any, num_blocks: int, size_bytes: int) -> None:
+        """Take `pool`, which holds a cache of `num_blocks` blocks in `size_bytes`, as this worker's."""
+        self.pool = pool
+        self.bytes_per_block = size_bytes // num_blocks
+
+    def prefix_limit_bytes(self, worker: Any) -> int:
+        """Return how much of the device the warm-up prefix may take."""
+        return max(0, min(self.requested_bytes, measure.free_bytes(worker.device)) // PREFIX_PART)
+
+    def commit_prefix(self, num_blocks: int) -> None:
+        """Back the blocks that warm-up touches."""
+        self.prefix_blocks = num_blocks
+        self.pool.commit(num_blocks)
+        self.seconds["prefix"] = self.pool.last_commit_seconds
+
+    def measure(self, worker: Any) -> dict[str, Any]:
+        """Return the budget in bytes, and the largest number of blocks within it."""
+        device, pool = worker.device, self.pool
+        if pool is None:
+            return {"rank": self.rank, "blocks": None}
+        start = time.perf_counter()
+        measure.settle(device)
+        warm_free = measure.free_bytes(device)
+        if not (device.type == "cpu" and self.explicit):
+            measure.run_widest_step(worker)
+        free = measure.free_bytes(device)
+        self.seconds["measure"] = time.perf_counter() - start
+        committed = pool.physical_bytes
+        budget, used = self._budget_now(device, free, committed)
+        return {
+            "rank": self.rank,
+            "blocks": pool.max_blocks_within(budget),
+            # What an explicit size may take: anything but the memory that the widest step needs.
+            "blocks_free": pool.max_blocks_within(free + committed),
+            "budget_bytes": budget,
+            "bytes_per_block": self.bytes_per_block,
+            "capacity_blocks": pool.capacity_blocks,
+            "capacity_bytes": pool.bytes_for(pool.capacity_blocks),
+            "reserved_bytes": pool.reserved_bytes,
+            "num_segments": pool.num_segments,
+            "prefix_blocks": self.prefix_blocks,
+            "prefix_bytes": committed,
+            "requested_bytes": self.requested_bytes,
+            "used_bytes": used,
+            "free_bytes": free,
+            "margin_bytes": self.options.margin_bytes,
+            "set_aside_bytes": self.set_aside_bytes,
+            "warm_up_bytes": self.profile_free_bytes - warm_free - committed,
+            "widest_step_bytes": warm_free - free,
+            "stock_bytes": self.stock_bytes,
+            "stock_peak_activation_bytes": self.peak_activation_bytes,
+            "seconds": dict(self.seconds),
+        }
+
+    def _budget_now(self, device: Any, free: int, committed: int) -> tuple[int, int]:
+        """Return the bytes that the cache may hold, 0 where nothing is left, and those in use without it."""
+        from allocator.sizing import SizingError, kv_budget_bytes
+
+        own = measure.own_bytes(device) - self.counted_bytes
+        # vLLM sizes a CPU's cache by what this process holds, and a GPU's by what the device has lost.
+        initial_free = free + committed if device.type == "cpu" else self.initial_free_bytes
+        used = max(own, initial_free - free - committed)
+        try:
+            budget = kv_budget_bytes(
+                self.requested_bytes,
+                initial_free,
+                free,
+                committed,
+                self.set_aside_bytes,
+                self.options.margin_bytes,
+                # A neighbour that freed memory meanwhile makes this process look smaller than it is.
+                known_held_bytes=own,
+            )
+        except SizingError:
+            budget = 0
+        return budget, used
+
+    def commit(self, worker: Any, num_blocks: int) -> dict[str, Any]:
+        """Back `num_blocks`; on failure nothing is changed and the answer names rank, call and code."""
+        if self.pool is None:
+            return {"rank": self.rank, "error": None, "seconds": 0.0, "physical_bytes": 0}
+        from allocator.errors import EkvError
+
+        try:
+            self.pool.commit(num_blocks)
+        except (EkvError, MemoryError) as error:
+            return {"rank": self.rank, "error": str(error), "seconds": 0.0}
+        self.seconds["commit"] = self.pool.last_commit_seconds
+        return {
+            "rank": self.rank,
+            "error": None,
+            "seconds": self.pool.last_commit_seconds,
+            "physical_bytes": self.pool.physical_bytes,
+        }
+
+    def rollback(self, worker: Any) -> dict[str, Any]:
+        """Give back everything behind the prefix; return how many blocks would fit now."""
+        if self.pool is None:
+            return {"rank": self.rank, "blocks": None}
+        self.pool.shrink(self.prefix_blocks)
+        most = measure.free_bytes(worker.device) + self.pool.physical_bytes
+        return {"rank": self.rank, "blocks": self.pool.max_blocks_within(most)}
+
+    def snapshot(self, worker: Any) -> dict[str, Any]:
+        """Return the pool's snapshot with this worker's rank and its block size in bytes."""
+        return {
+            **self.pool.snapshot(),
+            "rank": self.rank,
+            "bytes_per_block": self.bytes_per_block,
+            "prefix_blocks": self.prefix_blocks,
+            "seconds": dict(self.seconds),
+        }
+
+    def close(self) -> None:
+        """Give the memory and the addresses back; the views must not be used any more."""
+        self.pool.free()
+        self.pool = None
+
+
+def _budget(worker: Any) -> tuple[int, int]:
+    if worker.device.type == "cpu":
+        return int(worker.requested_cpu_memory), measure.free_bytes(worker.device)
+    return int(worker.requested_memory), int(worker.init_snapshot.free_memory)
+
+
+def _model_bytes(worker: Any) -> int:
+    """Return the bytes of weights and buffers, each storage once: what the cache can never have."""
+    model = worker.model_runner.get_model()
+    storages = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == worker.device.type:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
