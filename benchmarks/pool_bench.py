@@ -65,6 +65,16 @@ def rest() -> None:
     time.sleep(REST_SECONDS)
 
 
+def commit_and_shrink(num_bytes: int, num_blocks: int, max_chunk_bytes: int) -> tuple[float, float]:
+    """Milliseconds of committing all blocks on a rested device, and of shrinking to half of them."""
+    pool = layered_pool(num_bytes, num_blocks=num_blocks, max_chunk_bytes=max_chunk_bytes)
+    rest()
+    commit_ms, _ = timed(lambda: pool.commit(num_blocks))
+    shrink_ms, _ = timed(lambda: pool.shrink(num_blocks // 2))
+    pool.free()
+    return commit_ms, shrink_ms
+
+
 def commit_records(gib: int, rounds: int) -> list[dict]:
     """Commit-and-zero against `torch.zeros`, by chunk size; one chunk per granule once (it takes seconds)."""
     num_blocks = 1024
@@ -79,21 +89,13 @@ def commit_records(gib: int, rounds: int) -> list[dict]:
         stock.append(ms)
         del tensor
         for name, max_chunk_bytes in sizes.items():
-            pool = layered_pool(num_bytes, max_chunk_bytes=max_chunk_bytes)
-            rest()
-            commits[name].append(timed(lambda: pool.commit(num_blocks))[0])
-            shrinks[name].append(timed(lambda: pool.shrink(num_blocks // 2))[0])
-            pool.free()
-            del pool
-    pool = layered_pool(num_bytes, max_chunk_bytes=2 * MIB)
-    rest()
-    granules = timed(lambda: pool.commit(num_blocks))[0]
-    pool.free()
-    del pool
-    rest()
+            commit_ms, shrink_ms = commit_and_shrink(num_bytes, num_blocks, max_chunk_bytes)
+            commits[name].append(commit_ms)
+            shrinks[name].append(shrink_ms)
+    granules, _ = commit_and_shrink(num_bytes, num_blocks, 2 * MIB)
     median = {name: statistics.median(samples) for name, samples in commits.items()}
     ratios = [c / s for c, s in zip(commits["segment"], stock, strict=True)]
-    note = f"{gib} GiB, 28 segments, rested device, rounds: flag {_ms(commits['segment'])}, stock {_ms(stock)} ms"
+    note = f"{gib} GiB, 28 segments, rested device: pool {_ms(commits['segment'])}, stock {_ms(stock)} ms"
     out = [
         results.from_samples("torch_zeros", stock, "ms"),
         *(results.from_samples(f"commit_zero_chunk_{name}", commits[name], "ms") for name in sizes),
@@ -125,7 +127,7 @@ def _ms(samples: list[float]) -> str:
 
 
 def kernel_records(rounds: int) -> list[dict]:
-    """A memory-bound kernel (in-place add over 4 GiB) on pool memory and on cudaMalloc memory, taking turns."""
+    """A memory-bound kernel (in-place add over 4 GiB) on pool and on cudaMalloc memory, taking turns."""
     num_bytes = 4 * GIB
     pool = layered_pool(num_bytes, num_segments=4)
     pool.commit(1024)
@@ -144,7 +146,7 @@ def kernel_records(rounds: int) -> list[dict]:
     milliseconds(ours), milliseconds(stock)
     pairs = [(milliseconds(ours), milliseconds(stock)) for _ in range(2 * rounds)]
     ratio = statistics.median(a for a, _ in pairs) / statistics.median(b for _, b in pairs)
-    note = f"in-place add over 4 GiB: pool {_ms([a for a, _ in pairs])}, cudaMalloc {_ms([b for _, b in pairs])} ms"
+    note = f"add_ over 4 GiB: pool {_ms([a for a, _ in pairs])}, cudaMalloc {_ms([b for _, b in pairs])} ms"
     return [
         results.record(
             "kernel_on_pool_vs_cudamalloc",
