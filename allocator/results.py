@@ -163,9 +163,8 @@ def _row(item: Mapping[str, Any]) -> tuple[str, ...]:
     limit = "" if item["limit"] is None else f"{_SIGNS[item['better']]} {_number(item['limit'])}"
     passed = {True: "ok", False: "FAILED", None: ""}[item["passed"]]
     spread = "" if item["spread"] is None else _number(item["spread"])
-    return (
-        item["name"], _number(item["value"]), item["unit"], limit, passed, str(item["repeats"]), spread, item["note"]
-    )  # fmt: skip
+    value, repeats = _number(item["value"]), str(item["repeats"])
+    return (item["name"], value, item["unit"], limit, passed, repeats, spread, item["note"])
 
 
 def _number(value: Value) -> str:
