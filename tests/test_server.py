@@ -13,8 +13,8 @@ from server import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(480)]
 
-# float32, because with bfloat16 this model's choice of words depends on which requests share a batch. No explicit
-# size: the share of the machine's memory decides, so that the second sizing has something to do.
+# float32, because with bfloat16 this model's choice of words depends on which requests share a batch. Without an
+# explicit size the share of the machine's memory decides, so that the second sizing has something to do.
 FLAGS = (
     "--max-model-len 512 --max-num-seqs 8 --dtype float32 --enforce-eager --seed 0 "
     "--gpu-memory-utilization 0.15 --no-enable-prefix-caching"

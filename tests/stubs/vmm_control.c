@@ -17,19 +17,9 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-#define MAX_RULES 16
 #define MAX_CALLS 96
 #define MAX_ATTRIBUTES 16
 #define TEXT_BYTES (1 << 16)
-
-typedef struct rule {
-    const char *call; /* NULL: every one */
-    long n, seen;
-    int code;
-    bool persistent, waits, is_neighbour;
-    int device;
-    int64_t bytes;
-} rule;
 
 static struct {
     const char *name;
@@ -59,11 +49,12 @@ static struct {
 
 sim_state sim;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+void sim_lock(void) { pthread_mutex_lock(&lock); }
+void sim_unlock(void) { pthread_mutex_unlock(&lock); }
+
 static pthread_key_t thread_key;
 static _Thread_local sim_thread this_thread;
-static rule rules[MAX_RULES];
-static size_t num_rules;
-static long injected;
 static struct {
     const char *name;
     long count;
@@ -142,33 +133,6 @@ int sim_attribute(int attribute, int *value, int fallback)
     return SIM_OK;
 }
 
-static bool rule_fires(rule *each, const char *call)
-{
-    if (each->waits || (each->call && strcmp(each->call, call)))
-        return false;
-    each->seen++;
-    return each->persistent ? each->seen >= each->n : each->seen == each->n;
-}
-
-static int apply_rules(const char *call)
-{
-    int code = SIM_OK;
-    for (size_t i = 0; i < num_rules; i++) {
-        if (!rule_fires(&rules[i], call))
-            continue;
-        if (rules[i].is_neighbour)
-            sim.devices[rules[i].device].neighbour += (uint64_t)rules[i].bytes;
-        else if (!code)
-            code = rules[i].code;
-    }
-    if (code) {
-        injected++;
-        for (size_t i = 0; i < num_rules; i++)
-            rules[i].waits = false;
-    }
-    return code;
-}
-
 static void count_call(const char *call)
 {
     for (size_t i = 0; i < MAX_CALLS; i++) {
@@ -209,7 +173,7 @@ int sim_enter(const char *call, unsigned needs)
     pthread_setspecific(thread_key, &this_thread);
     current_call = call;
     count_call(call);
-    code = apply_rules(call);
+    code = sim_apply_rules(call);
     return code ? code : check_state(needs);
 }
 
@@ -276,58 +240,20 @@ __attribute__((destructor)) static void unload(void)
     report("unload", text);
 }
 
-#define LOCKED(statement)                                                                                              \
-    do {                                                                                                               \
-        pthread_mutex_lock(&lock);                                                                                     \
-        statement;                                                                                                     \
-        pthread_mutex_unlock(&lock);                                                                                   \
-    } while (0)
-
-static void add_rule(rule added)
-{
-    LOCKED(if (num_rules < MAX_RULES) rules[num_rules++] = added);
-}
-
-SIM_EXPORT void stub_fail_nth(const char *call, long n, int code, int persistent)
-{
-    add_rule((rule){.call = call ? strdup(call) : NULL, .n = n, .code = code, .persistent = persistent});
-}
-
-SIM_EXPORT void stub_fail_after_first(const char *call, long n, int code, int persistent)
-{
-    add_rule((rule){.call = call ? strdup(call) : NULL, .n = n, .code = code, .persistent = persistent, .waits = true});
-}
-
-SIM_EXPORT void stub_neighbour_takes_at(const char *call, long n, int device, int64_t bytes)
-{
-    add_rule((rule){.call = strdup(call), .n = n, .device = device, .bytes = bytes, .is_neighbour = true});
-}
-
-static void clear_rules(void)
-{
-    for (size_t i = 0; i < num_rules; i++)
-        free((void *)rules[i].call);
-    num_rules = 0;
-}
-
-SIM_EXPORT void stub_fail_clear(void) { LOCKED(clear_rules()); }
-SIM_EXPORT long stub_injected(void) { return injected; }
-
 SIM_EXPORT long stub_calls(const char *call)
 {
     long total = 0;
     LOCKED(for (size_t i = 0; i < MAX_CALLS && calls[i].name; i++)
-               total += !call || !strcmp(calls[i].name, call) ? calls[i].count : 0);
+               total += sim_matches(call, calls[i].name) ? calls[i].count : 0);
     return total;
 }
 
 SIM_EXPORT void stub_reset(void)
 {
     pthread_mutex_lock(&lock);
-    clear_rules();
+    sim_clear_rules();
     default_options();
     num_attributes = num_violations = 0;
-    injected = 0;
     violations[0] = logged[0] = '\0';
     memset(calls, 0, sizeof calls);
     for (int device = 0; device < SIM_DEVICES; device++) {

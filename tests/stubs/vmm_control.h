@@ -1,7 +1,7 @@
 /* What a test may ask of a stub driver library: exported by both, next to the driver's own symbols.
  *
- * A rule counts the calls that match (call NULL: every driver call) from the moment it is set, and makes the n-th
- * answer `code` without doing anything; persistent: the n-th and all later ones. */
+ * A rule counts the calls that match (NULL: every driver call; "cuMem*": every one that begins so) from the moment it is
+ * set, and makes the n-th answer `code` without doing anything; persistent: the n-th and all later ones. */
 #ifndef VMM_CONTROL_H
 #define VMM_CONTROL_H
 

@@ -4,12 +4,9 @@
 #endif
 #include "vmm_sim.h"
 
-#include <fcntl.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 static uint64_t granule(void) { return (uint64_t)sim_option("granularity"); }
@@ -31,7 +28,7 @@ sim_mapping *sim_find_mapping(uint64_t address)
     return NULL;
 }
 
-static sim_handle *find_handle(uint64_t id)
+sim_handle *sim_find_handle(uint64_t id)
 {
     for (sim_handle *handle = sim.handles; handle; handle = handle->next)
         if (handle->id == id)
@@ -149,7 +146,7 @@ static void poison(int file, uint64_t size)
     munmap(memory, size);
 }
 
-static sim_handle *add_handle(int file, uint64_t size, uint64_t charge, int device, unsigned types, bool rdma)
+sim_handle *sim_add_handle(int file, uint64_t size, uint64_t charge, int device, unsigned types, bool rdma)
 {
     sim_handle *handle = calloc(1, sizeof *handle);
     *handle = (sim_handle){.id = 0x7100 + 0x10 * ++sim.next_handle, .size = size, .charge = charge, .device = device,
@@ -186,7 +183,7 @@ int sim_create(uint64_t *id, size_t size, int device, unsigned handle_types, boo
     }
     if (sim_option("poison"))
         poison(file, size);
-    *id = add_handle(file, size, charge, device, handle_types, rdma)->id;
+    *id = sim_add_handle(file, size, charge, device, handle_types, rdma)->id;
     return SIM_OK;
 }
 
@@ -212,7 +209,7 @@ static void drop_if_unused(sim_handle *handle)
 
 int sim_release(uint64_t id)
 {
-    sim_handle *handle = find_handle(id);
+    sim_handle *handle = sim_find_handle(id);
     sim_range *range;
     if (!handle || !handle->references)
         return sim_violation(SIM_INVALID_VALUE, "released a handle that is not held (0x%llx)", (unsigned long long)id);
@@ -226,7 +223,7 @@ int sim_release(uint64_t id)
 
 int sim_map(uint64_t address, size_t size, size_t offset, uint64_t id)
 {
-    sim_handle *handle = find_handle(id);
+    sim_handle *handle = sim_find_handle(id);
     sim_range *range = sim_find_range(address);
     sim_mapping *mapping;
     if (!handle || !handle->references)
@@ -336,70 +333,6 @@ int sim_set_access(uint64_t address, size_t size, int device, unsigned flags)
         mprotect((void *)at, mapping->size, (all & 1 ? PROT_READ : 0) | (all & 2 ? PROT_WRITE : 0));
         at += mapping->size;
     }
-    return SIM_OK;
-}
-
-typedef struct fabric_token {
-    uint64_t magic;
-    int process, file;
-    char padding[48];
-} fabric_token;
-_Static_assert(sizeof(fabric_token) == 64, "CUmemFabricHandle is 64 bytes");
-#define FABRIC_MAGIC 0x6b76666162726963ull
-
-int sim_export(uint64_t id, unsigned handle_type, void *shareable)
-{
-    sim_handle *handle = find_handle(id);
-    if (!handle || !handle->references || !shareable)
-        return sim_violation(SIM_INVALID_VALUE, "exported a handle that is not held");
-    if (!handle_type || (handle->handle_types & handle_type) != handle_type)
-        return sim_violation(SIM_INVALID_VALUE, "exported as type %u, was created for %u", handle_type,
-                             handle->handle_types);
-    if (handle_type == SIM_HANDLE_FD) {
-        int file = fcntl(handle->file, F_DUPFD_CLOEXEC, 0);
-        if (file < 0)
-            return SIM_OUT_OF_MEMORY;
-        memcpy(shareable, &file, sizeof file);
-    } else {
-        fabric_token token = {.magic = FABRIC_MAGIC, .process = (int)getpid(), .file = handle->file};
-        memcpy(shareable, &token, sizeof token);
-    }
-    return SIM_OK;
-}
-
-int sim_import(uint64_t *id, unsigned handle_type, void *shareable)
-{
-    struct stat status;
-    int file = -1, device = sim_current_device();
-    if (!id || !shareable)
-        return sim_violation(SIM_INVALID_VALUE, "imported nothing");
-    if (handle_type == SIM_HANDLE_FD) {
-        file = fcntl((int)(intptr_t)shareable, F_DUPFD_CLOEXEC, 0);
-    } else if (handle_type == SIM_HANDLE_FABRIC) {
-        fabric_token token;
-        char path[64];
-        memcpy(&token, shareable, sizeof token);
-        if (token.magic != FABRIC_MAGIC)
-            return sim_violation(SIM_INVALID_VALUE, "imported a fabric handle that is none");
-        snprintf(path, sizeof path, "/proc/%d/fd/%d", token.process, token.file);
-        file = open(path, O_RDWR | O_CLOEXEC);
-    }
-    if (file < 0 || fstat(file, &status) || !status.st_size || (uint64_t)status.st_size % granule()) {
-        if (file >= 0)
-            close(file);
-        return sim_violation(SIM_INVALID_VALUE, "imported something that is no shared memory");
-    }
-    *id = add_handle(file, (uint64_t)status.st_size, 0, device, handle_type, false)->id;
-    return SIM_OK;
-}
-
-int sim_retain(uint64_t *id, uint64_t address)
-{
-    sim_mapping *mapping = sim_find_mapping(address);
-    if (!id || !mapping)
-        return SIM_INVALID_VALUE; /* a way to ask whether an address is mapped: no misuse */
-    mapping->handle->references++;
-    *id = mapping->handle->id;
     return SIM_OK;
 }
 

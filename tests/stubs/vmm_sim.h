@@ -99,6 +99,20 @@ int sim_attribute(int attribute, int *value, int fallback); /* what a test has s
 sim_thread *sim_this_thread(void);
 int sim_current_device(void); /* -1: no context */
 
+void sim_lock(void);
+void sim_unlock(void);
+#define LOCKED(statement)                                                                                              \
+    do {                                                                                                               \
+        sim_lock();                                                                                                    \
+        statement;                                                                                                     \
+        sim_unlock();                                                                                                  \
+    } while (0)
+
+/* vmm_rules.c: the code that a rule makes this call answer, else 0. */
+int sim_apply_rules(const char *call);
+bool sim_matches(const char *pattern, const char *call);
+void sim_clear_rules(void);
+
 /* vmm_sim.c: reservations, handles, mappings, access. */
 int sim_granularity(int device, unsigned handle_types, bool recommended, size_t *granularity);
 int sim_reserve(uint64_t *address, size_t size, size_t alignment, uint64_t hint);
@@ -108,12 +122,16 @@ int sim_release(uint64_t id);
 int sim_map(uint64_t address, size_t size, size_t offset, uint64_t id);
 int sim_unmap(uint64_t address, size_t size);
 int sim_set_access(uint64_t address, size_t size, int device, unsigned flags);
+/* vmm_share.c */
 int sim_export(uint64_t id, unsigned handle_type, void *shareable);
 int sim_import(uint64_t *id, unsigned handle_type, void *shareable);
 int sim_retain(uint64_t *id, uint64_t address);
+/* vmm_sim.c again */
 int sim_allocate(uint64_t *address, size_t size);
 int sim_free(uint64_t address);
 int sim_memory_info(size_t *free_bytes, size_t *total_bytes);
+sim_handle *sim_find_handle(uint64_t id);
+sim_handle *sim_add_handle(int file, uint64_t size, uint64_t charge, int device, unsigned handle_types, bool rdma);
 sim_mapping *sim_find_mapping(uint64_t address);
 sim_range *sim_find_range(uint64_t address);
 bool sim_accessible(int device, uint64_t address, uint64_t size);
