@@ -9,7 +9,6 @@ the other ranks' answers unread.
 from __future__ import annotations
 
 import functools
-import time
 from typing import Any
 
 from vllm_integration import allocation, measure, worker_checks
@@ -76,12 +75,11 @@ class ExtensibleWorker:
         plan = self.model_runner.kv_cache_config
         capacity = plan.num_blocks
         plan.num_blocks = cache.pool.committed_blocks
-        start = time.perf_counter()
         try:
-            return super().compile_or_warm_up_model()
+            with cache.stage("warm-up"):
+                return super().compile_or_warm_up_model()
         finally:
             plan.num_blocks = capacity
-            cache.seconds["warm_up"] = time.perf_counter() - start
 
     def shutdown(self: Any) -> None:
         """Shut down as vLLM does, then give the memory and the addresses back."""
@@ -149,12 +147,13 @@ class ExtensibleWorker:
         if cache.options.max_chunk_bytes is not None:
             settings["max_chunk_bytes"] = cache.options.max_chunk_bytes
         counted = measure.own_bytes(self.device)
-        with extensible_kv_pool(self.device, **settings) as pool:
-            caches = original(*args, **kwargs)
-        cache.adopt(pool, plan.num_blocks, size)
-        if self.device.type == "cuda":
-            cache.counted_bytes = measure.own_bytes(self.device) - counted
-        cache.num_views = allocation.bind_views(pool, caches, plan.num_blocks)
+        with cache.stage("reserve"):
+            with extensible_kv_pool(self.device, **settings) as pool:
+                caches = original(*args, **kwargs)
+            cache.adopt(pool, plan.num_blocks, size)
+            if self.device.type == "cuda":
+                cache.counted_bytes = measure.own_bytes(self.device) - counted
+            cache.num_views = allocation.bind_views(pool, caches, plan.num_blocks)
         blocks = cache.options.warmup_blocks or warmup_blocks(
             self, worker_config, plan.num_blocks, cache.bytes_per_block, cache.prefix_limit_bytes(self)
         )

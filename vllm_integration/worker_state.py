@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
+from contextlib import AbstractContextManager
 from typing import Any
 
 from vllm_integration import measure
 from vllm_integration.config import Options
+from vllm_integration.stages import Stages
 from vllm_integration.worker_checks import reservable_bytes
 
 __all__ = ["WorkerCache"]
@@ -29,11 +30,15 @@ class WorkerCache:
         self.stock_error: AssertionError | None = None
         self.set_aside_bytes = 0  # kept for the front end's decoders
         self.peak_activation_bytes = 0
-        self.seconds: dict[str, float] = {}
+        self.stages = Stages()
         self.rank = worker.rank
         self.requested_bytes, self.initial_free_bytes = _budget(worker)
         self.explicit = False
         self.profile_free_bytes = 0
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """Record the block as one stage of this worker's start."""
+        return self.stages.stage(name, lambda: self.pool)
 
     def note_profile(self, worker: Any) -> None:
         """Keep what vLLM's profile found, and settle whether the size is an explicit one."""
@@ -95,21 +100,20 @@ class WorkerCache:
     def commit_prefix(self, num_blocks: int) -> None:
         """Back the blocks that warm-up touches."""
         self.prefix_blocks = num_blocks
-        self.pool.commit(num_blocks)
-        self.seconds["prefix"] = self.pool.last_commit_seconds
+        with self.stage("prefix"):
+            self.pool.commit(num_blocks)
 
     def measure(self, worker: Any) -> dict[str, Any]:
         """Return the budget in bytes, and the largest number of blocks within it."""
         device, pool = worker.device, self.pool
         if pool is None:
             return {"rank": self.rank, "blocks": None}
-        start = time.perf_counter()
-        measure.settle(device)
-        warm_free = measure.free_bytes(device)
-        if not (device.type == "cpu" and self.explicit):
-            measure.run_widest_step(worker)
-        free = measure.free_bytes(device)
-        self.seconds["measure"] = time.perf_counter() - start
+        with self.stage("measure"):
+            measure.settle(device)
+            warm_free = measure.free_bytes(device)
+            if not (device.type == "cpu" and self.explicit):
+                measure.run_widest_step(worker)
+            free = measure.free_bytes(device)
         committed = pool.physical_bytes
         budget, used = self._budget_now(device, free, committed)
         return {
@@ -134,7 +138,6 @@ class WorkerCache:
             "widest_step_bytes": warm_free - free,
             "stock_bytes": self.stock_bytes,
             "stock_peak_activation_bytes": self.peak_activation_bytes,
-            "seconds": dict(self.seconds),
         }
 
     def _budget_now(self, device: Any, free: int, committed: int) -> tuple[int, int]:
@@ -167,10 +170,10 @@ class WorkerCache:
         from allocator.errors import EkvError
 
         try:
-            self.pool.commit(num_blocks)
+            with self.stage("commit"):
+                self.pool.commit(num_blocks)
         except (EkvError, MemoryError) as error:
             return {"rank": self.rank, "error": str(error), "seconds": 0.0}
-        self.seconds["commit"] = self.pool.last_commit_seconds
         return {
             "rank": self.rank,
             "error": None,
@@ -193,7 +196,7 @@ class WorkerCache:
             "rank": self.rank,
             "bytes_per_block": self.bytes_per_block,
             "prefix_blocks": self.prefix_blocks,
-            "seconds": dict(self.seconds),
+            "stages": list(self.stages.records),
         }
 
     def close(self) -> None:
