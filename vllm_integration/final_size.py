@@ -113,7 +113,7 @@ def _check_explicit(measured: list[dict[str, Any]], blocks: int) -> None:
             raise SizingError(
                 f"the KV cache of {blocks} blocks that was asked for takes {found['capacity_bytes']} bytes, "
                 f"and rank {found['rank']} has {there} bytes left for it after warm-up and its widest step, "
-                f"which takes {found['widest_step_bytes']} bytes: ask for at most {found['blocks_free']} blocks"
+                f"which takes {found['widest_step_bytes']} bytes: at most {found['blocks_free']} blocks fit"
             )
 
 

@@ -109,6 +109,7 @@ RELIED_ON = (
         ("kv_cache_config", "device", "layout", "kernel_block_sizes"),
         "one torch.zeros, one view for each layer",
     ),
+    Target(WORKER, "Worker.init_device", (), "overridden: what the context takes"),
     Target(WORKER, "Worker.determine_available_memory", (), "overridden: no estimation of graphs"),
     Target(
         WORKER, "Worker.initialize_from_config", ("kv_cache_config",), "overridden: reserve, bind, prefix"

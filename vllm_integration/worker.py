@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from vllm_integration import allocation, measure, worker_checks
+from vllm_integration import allocation, measure, own_context, worker_checks
 from vllm_integration.config import Options
 from vllm_integration.prefix import warmup_blocks
 from vllm_integration.worker_state import WorkerCache
@@ -42,8 +42,18 @@ class ExtensibleWorker:
     """Overrides for a worker class that comes after it in the method resolution order."""
 
     _ekv: WorkerCache | None = None
+    _ekv_context_bytes = 0
 
     # From here on, what vLLM calls.
+
+    def init_device(self: Any) -> None:
+        """Take the device as vLLM does, and note what the process took before vLLM's first reading."""
+        before = own_context.free_by_device()
+        super().init_device()
+        self._ekv_context_bytes = 0
+        if before and self.device.type == "cuda":
+            after = own_context.free_by_device()
+            self._ekv_context_bytes = own_context.bytes_before_snapshot(self, before, after)
 
     def determine_available_memory(self: Any) -> int:
         """Profile as vLLM does, without capturing graphs only to estimate them."""

@@ -32,6 +32,7 @@ class WorkerCache:
         self.peak_activation_bytes = 0
         self.stages = Stages()
         self.rank = worker.rank
+        self.context_bytes = worker._ekv_context_bytes
         self.requested_bytes, self.initial_free_bytes = _budget(worker)
         self.explicit = False
         self.profile_free_bytes = 0
@@ -134,6 +135,7 @@ class WorkerCache:
             "free_bytes": free,
             "margin_bytes": self.options.margin_bytes,
             "set_aside_bytes": self.set_aside_bytes,
+            "context_bytes": self.context_bytes,
             "warm_up_bytes": self.profile_free_bytes - warm_free - committed,
             "widest_step_bytes": warm_free - free,
             "stock_bytes": self.stock_bytes,
@@ -144,7 +146,7 @@ class WorkerCache:
         """Return the bytes that the cache may hold, 0 where nothing is left, and those in use without it."""
         from allocator.sizing import SizingError, kv_budget_bytes
 
-        own = measure.own_bytes(device) - self.counted_bytes
+        own = measure.own_bytes(device) - self.counted_bytes + self.context_bytes
         # vLLM sizes a CPU's cache by what this process holds, and a GPU's by what the device has lost.
         initial_free = free + committed if device.type == "cpu" else self.initial_free_bytes
         used = max(own, initial_free - free - committed)
@@ -208,7 +210,8 @@ class WorkerCache:
 def _budget(worker: Any) -> tuple[int, int]:
     if worker.device.type == "cpu":
         return int(worker.requested_cpu_memory), measure.free_bytes(worker.device)
-    return int(worker.requested_memory), int(worker.init_snapshot.free_memory)
+    # vLLM's snapshot comes after the context, which is part of what the process holds all the same.
+    return int(worker.requested_memory), int(worker.init_snapshot.free_memory) + worker._ekv_context_bytes
 
 
 def _model_bytes(worker: Any) -> int:
