@@ -1,16 +1,17 @@
 """How tensor factories become growable: the only module that knows PyTorch's allocator machinery.
 
 `RoutingMode` sees the factories that run inside `extensible_kv_pool()` on its thread and hands those that the
-pool takes to `reserve_tensor`. On a GPU that is `torch.empty_strided` in a `MemPool` of its own over the
-pluggable allocator (PyTorch rounds requests up and packs later ones into the rest, so each gets one); on the
-CPU, where PyTorch has no pluggable allocator, it is a tensor over the reservation.
+pool takes to `reserve_tensor`. On a GPU that is `torch.empty_strided` in a `MemPool` over the pluggable
+allocator; on the CPU, where PyTorch has no pluggable allocator, it is a tensor over the reservation.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from allocator.shim import check, ffi, last_error, lib, library_path
 
 __all__ = [
     "RoutingMode",
-    "collect",
     "driver_of",
     "empty_cache",
     "pluggable_allocator",
@@ -32,7 +32,7 @@ __all__ = [
 
 _lock = threading.Lock()
 _allocator: torch.cuda.memory.CUDAPluggableAllocator | None = None
-_dead_mempools: list[Any] = []
+_mempools: dict[tuple[torch.device, bool], Any] = {}
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
@@ -72,7 +72,6 @@ def pluggable_allocator() -> torch.cuda.memory.CUDAPluggableAllocator:
 
 def empty_cache(device: torch.device) -> None:
     """Give what PyTorch caches on `device` back to it."""
-    collect()
     if device.type == "cuda" and torch.cuda.is_initialized() and _has_caching_allocator():
         with torch.cuda.device(device):
             torch.cuda.empty_cache()
@@ -88,14 +87,14 @@ def reserve_tensor(
 ) -> tuple[torch.Tensor, Reservation]:
     """Make a tensor over a new reservation: addresses only, reading or writing it faults until a commit.
 
-    The reservation is freed when the last tensor over its storage dies.
+    When the last tensor over its storage dies the memory goes back, and on the host the addresses too; on a
+    GPU PyTorch keeps them cached for the next growable tensor.
 
     Raises
     ------
     DriverError
         Another allocator took the allocation (a MemPool around ours), or the driver failed.
     """
-    collect()
     num_bytes = (sum((n - 1) * s for n, s in zip(size, stride, strict=True)) + 1) * dtype.itemsize
     if device.type == "cpu":
         return _reserve_on_host(num_bytes, size, stride, dtype, max_chunk_bytes, shareable)
@@ -125,50 +124,52 @@ def _reserve_on_gpu(
     max_chunk_bytes: int,
     shareable: bool,
 ) -> tuple[torch.Tensor, Reservation]:
-    mempool = torch.cuda.MemPool(pluggable_allocator().allocator()) if _has_caching_allocator() else None
-
-    def make() -> torch.Tensor:
-        check(lib.ekv_route_begin(device.index, max_chunk_bytes, shareable))
-        try:
-            return torch.empty_strided(size, stride, dtype=dtype, device=device)
-        finally:
-            nonlocal reservation_id
-            reservation_id = lib.ekv_route_end()
-
-    reservation_id = 0
+    mempool = _mempool(device, shareable) if _has_caching_allocator() else None
+    check(lib.ekv_route_begin(device.index, max_chunk_bytes, shareable))
     with torch._C.DisableTorchFunction():
         try:
-            if mempool is None:
-                tensor = make()
-            else:
-                with torch.cuda.use_mem_pool(mempool, device=device):
-                    tensor = make()
+            with torch.cuda.use_mem_pool(mempool, device=device) if mempool else nullcontext():
+                tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
         except torch.OutOfMemoryError:
             check(last_error()[0])
             raise
+        finally:
+            reservation_id = lib.ekv_route_end()
     if not reservation_id:
-        raise DriverError(
-            f"device {device.index}: the allocation of {tensor.untyped_storage().nbytes()} bytes did not "
-            "reach the pool's allocator: another MemPool, or another pluggable allocator, is active around it"
-        )
-    finalizer = weakref.finalize(tensor.untyped_storage(), _on_storage_death, reservation_id, mempool)
+        reservation_id = _adopt(tensor, max_chunk_bytes)
+    finalizer = weakref.finalize(tensor.untyped_storage(), _on_storage_death, reservation_id)
     finalizer.atexit = False
     return tensor, Reservation(reservation_id)
 
 
-def _on_storage_death(reservation_id: int, mempool: Any) -> None:
-    """Give the memory back at once; the addresses follow with the MemPool, which must outlive its block."""
-    if not torch.cuda.is_current_stream_capturing():
-        ids = ffi.new("uint64_t[]", [reservation_id])
-        lib.ekv_release_physical(ids, 1)
-    if mempool is not None:
-        _dead_mempools.append(mempool)
+def _mempool(device: torch.device, shareable: bool) -> Any:
+    """Return the MemPool of growable tensors, one for each device and kind; it lives as long as the process.
+
+    `no_split` keeps one allocation per torch segment. It is never destroyed: PyTorch 2.11 ends the process
+    when a MemPool dies while any thread captures a graph or is inside another MemPool.
+    """
+    with _lock:
+        if (device, shareable) not in _mempools:
+            pool = torch.cuda.MemPool(pluggable_allocator().allocator(), no_split=True)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
+            _mempools[device, shareable] = pool
+        return _mempools[device, shareable]
 
 
-def collect() -> None:
-    """Drop the MemPools of tensors that have died: their addresses go back to the driver."""
-    if _dead_mempools and not torch.cuda.is_current_stream_capturing():
-        _dead_mempools.clear()
+def _adopt(tensor: torch.Tensor, max_chunk_bytes: int) -> int:
+    """Return the reservation behind a torch block that PyTorch had cached since its last tensor died."""
+    out = ffi.new("uint64_t *")
+    if lib.ekv_adopt(tensor.untyped_storage().data_ptr(), max_chunk_bytes, out):
+        raise DriverError(
+            f"{tensor.device}: the allocation of {tensor.untyped_storage().nbytes()} bytes did not reach the "
+            "pool's allocator: another MemPool, or another pluggable allocator, is active around it"
+        )
+    return out[0]
+
+
+def _on_storage_death(reservation_id: int) -> None:
+    """Give the memory back at once; PyTorch keeps the addresses for the next growable tensor."""
+    lib.ekv_retire(reservation_id, torch.cuda.is_current_stream_capturing())
 
 
 def _has_caching_allocator() -> bool:

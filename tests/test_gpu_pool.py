@@ -4,7 +4,7 @@ import pytest
 import torch
 from pools import MIB, assert_filled, fill, make_pool, run_python
 
-from allocator import DriverError, extensible_kv_pool, memory_info
+from allocator import DriverError, PoolValueError, extensible_kv_pool, memory_info
 
 pytestmark = pytest.mark.gpu
 
@@ -105,6 +105,51 @@ def test_a_mempool_around_ours_does_not_take_the_allocation():  # case 26
     pool.commit(64)
     cache.fill_(1)
     assert int(cache.sum(dtype=torch.int64)) == 64 * MIB
+
+
+def test_dropping_a_tensor_inside_a_mempool_or_a_capture_is_safe():
+    """PyTorch 2.11 ends the process when a MemPool is destroyed at such a moment."""
+    code = """
+import torch
+from allocator import extensible_kv_pool, memory_info
+def make():
+    with extensible_kv_pool("cuda") as pool:
+        cache = torch.zeros(64, 1 << 20, dtype=torch.int8, device="cuda")
+    pool.bind(cache); pool.commit(64); cache.fill_(3)
+    return pool, cache
+x = torch.zeros(4, device="cuda")
+pool, cache = make()
+with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+    del cache
+pool, cache = make()
+before = memory_info("cuda")[0]
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    x += 1
+    del cache
+graph.replay()
+torch.cuda.synchronize()
+pool, cache = make()          # the memory of the one before is given back by now
+assert abs(memory_info("cuda")[0] - before) <= 8 << 20, (memory_info("cuda")[0], before)
+"""
+    process = run_python(code)
+    assert process.returncode == 0, process.stderr
+
+
+def test_addresses_of_a_dead_tensor_are_used_again_zeroed():
+    pool, view = make_pool("cuda")
+    pool.commit(64)
+    fill(view, 0, 64)
+    address = view.data_ptr()
+    del view
+    free = memory_info("cuda")[0]
+    new_pool, view = make_pool("cuda")
+    assert view.data_ptr() == address
+    assert (new_pool.committed_blocks, new_pool.physical_bytes, memory_info("cuda")[0]) == (0, 0, free)
+    new_pool.commit(64)
+    assert not view.any()
+    with pytest.raises(PoolValueError, match="freed"):
+        pool.commit(1)
 
 
 def test_small_and_odd_sizes_are_not_packed_into_one_torch_segment():
@@ -211,5 +256,5 @@ torch.cuda.synchronize()
 assert lib.ekv_num_reservations() == 0, lib.ekv_num_reservations()
 print("ok")
 """
-    process = run_python(code)
+    process = run_python(code, PYTHONFAULTHANDLER=1)
     assert (process.returncode, process.stdout) == (0, "ok\n"), process.stderr

@@ -73,9 +73,14 @@ int ekv_shrink(const uint64_t *ids, size_t num_ids, uint64_t num_blocks);
 int ekv_release_physical(const uint64_t *ids, size_t num_ids);
 int ekv_recommit(const uint64_t *ids, size_t num_ids);
 int ekv_unreserve(uint64_t id);
+/* For addresses that another allocator caches (PyTorch keeps a freed torch block): retire gives the memory back and
+ * ends the id, adopt starts a new id on the same addresses.  A retire that fails, or is deferred because waiting for the
+ * device would spoil a stream capture, is finished at a later call. */
+int ekv_retire(uint64_t id, int defer);
+int ekv_adopt(uint64_t address, uint64_t max_chunk_bytes, uint64_t *id);
 int ekv_get_info(uint64_t id, ekv_reservation_info *info);
 int ekv_get_chunks(uint64_t id, ekv_chunk_info *chunks, size_t capacity, size_t *num_chunks);
-size_t ekv_num_reservations(void);
+size_t ekv_num_reservations(void); /* without retired ones */
 
 /* Devices. */
 int ekv_memory_info(int driver, int device, uint64_t *free_bytes, uint64_t *total_bytes);

@@ -74,7 +74,7 @@ int ekv_reserve_locked(ekv_device *device, uint64_t size, uint64_t max_chunk, in
                        uint64_t *base);
 /* Frees the reservation that starts at base: 1 when there is one (what fails stays on a list and is tried again). */
 int ekv_unreserve_at_locked(uint64_t base);
-void ekv_retry_zombies_locked(void);
+void ekv_retry_locked(void);
 int ekv_pick_handle_kind(ekv_device *device, int *kind, uint64_t *granularity, char *reason, size_t reason_bytes);
 
 #endif

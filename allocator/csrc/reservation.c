@@ -23,7 +23,7 @@ static uint64_t physical_bytes(const reservation *r)
 reservation *reservation_find(uint64_t id)
 {
     for (reservation *r = reservations; r; r = r->next)
-        if (r->id == id && !r->zombie)
+        if (r->id == id && r->state == LIVE)
             return r;
     ekv_error(EKV_FREED, "reservation %llu was freed", (unsigned long long)id);
     return NULL;
@@ -111,8 +111,8 @@ failed:
     return ekv_error_status();
 }
 
-/* Gives back what there is, and stays callable when something fails: the failed rest is still recorded. */
-static int give_back(reservation *r)
+/* Gives the memory back, and stays callable when something fails: the failed rest is still recorded. */
+static int give_memory_back(reservation *r)
 {
     chunk_list old = r->chunks;
     int code, first;
@@ -133,12 +133,16 @@ static int give_back(reservation *r)
         r->released_blocks = 0;
         r->released = false;
     }
-    if (!first && !r->orphans.count)
-        return r->device->driver->unreserve(r->device, r->base, r->size);
-    if (!first)
+    if (!first && r->orphans.count)
         first = ekv_error(EKV_DRIVER_FAILED, "%s: %zu handles were not taken back", r->device->driver->name,
                           r->orphans.count);
     return first;
+}
+
+static int give_back(reservation *r)
+{
+    int code = give_memory_back(r);
+    return code ? code : r->device->driver->unreserve(r->device, r->base, r->size);
 }
 
 static void forget(reservation *r)
@@ -153,26 +157,66 @@ static void forget(reservation *r)
     free(r);
 }
 
-void ekv_retry_zombies_locked(void)
+void ekv_retry_locked(void)
 {
     for (reservation *r = reservations, *next; r; r = next) {
         ekv_error_mark mark = ekv_error_get_mark();
         next = r->next;
-        if (!r->zombie)
-            continue;
-        if (give_back(r))
-            ekv_error_rewind(mark, NULL, 0);
-        else
+        if (r->state == RETIRED && (r->chunks.count || r->orphans.count))
+            give_memory_back(r);
+        else if (r->state == DYING && !give_back(r))
             forget(r);
+        ekv_error_rewind(mark, NULL, 0);
     }
+}
+
+int ekv_retire(uint64_t id, int defer)
+{
+    reservation *r;
+    int status = ekv_enter();
+    if (status)
+        return status;
+    r = reservation_find(id);
+    if (r) {
+        r->state = RETIRED;
+        r->committed_blocks = 0;
+        r->released = false;
+        free(r->segments);
+        r->segments = NULL;
+        r->num_segments = 0;
+        r->capacity_blocks = 0;
+        if (!defer && r->chunks.count)
+            give_memory_back(r);
+    }
+    status = ekv_error_status();
+    ekv_leave();
+    return status;
+}
+
+int ekv_adopt(uint64_t address, uint64_t max_chunk_bytes, uint64_t *id)
+{
+    int status = ekv_enter();
+    if (status)
+        return status;
+    *id = 0;
+    for (reservation *r = reservations; r && !*id; r = r->next)
+        if (r->base == address && r->state == RETIRED) {
+            r->state = LIVE;
+            r->max_chunk = max_chunk_bytes ? round_up(max_chunk_bytes, r->granularity) : 0;
+            *id = r->id = ++last_id;
+        }
+    if (!*id)
+        status = ekv_error(EKV_INVALID, "no retired reservation starts at 0x%llx", (unsigned long long)address);
+    ekv_leave();
+    return status;
 }
 
 int ekv_unreserve_at_locked(uint64_t base)
 {
     for (reservation *r = reservations; r; r = r->next)
-        if (r->base == base && !r->zombie) {
+        if (r->base == base && r->state != DYING) {
             if (give_back(r))
-                r->zombie = true;
+                r->state = DYING;
             else
                 forget(r);
             return 1;
@@ -187,7 +231,7 @@ int ekv_reserve(int driver, int ordinal, uint64_t size_bytes, uint64_t max_chunk
     int status = ekv_enter();
     if (status)
         return status;
-    ekv_retry_zombies_locked();
+    ekv_retry_locked();
     status = ekv_device_get(driver, ordinal, &device);
     if (!status)
         status = ekv_reserve_locked(device, size_bytes, max_chunk_bytes, shareable, id, &base);
@@ -201,7 +245,7 @@ int ekv_unreserve(uint64_t id)
     int status = ekv_enter();
     if (status)
         return status;
-    ekv_retry_zombies_locked();
+    ekv_retry_locked();
     r = reservation_find(id);
     if (r && !give_back(r))
         forget(r);
@@ -312,7 +356,7 @@ size_t ekv_num_reservations(void)
     if (ekv_enter())
         return 0;
     for (reservation *r = reservations; r; r = r->next)
-        count++;
+        count += r->state != RETIRED;
     ekv_leave();
     return count;
 }

@@ -23,7 +23,7 @@ typedef struct reservation {
     uint64_t id;
     ekv_device *device;
     int handle_kind;
-    bool zombie; /* freed by its owner, but a driver call failed: tried again later */
+    enum { LIVE, RETIRED, DYING } state; /* RETIRED: addresses only, without an owner.  DYING: to be freed */
     bool released;
     uint64_t base, size, granularity, max_chunk;
     ekv_segment *segments; /* sorted by offset, disjoint */

@@ -71,7 +71,7 @@ void *ekv_malloc(ssize_t size, int device, void *stream)
     (void)stream;
     if (size <= 0 || ekv_enter())
         return NULL;
-    ekv_retry_zombies_locked();
+    ekv_retry_locked();
     if (allocate((uint64_t)size, device, &address))
         address = 0;
     ekv_leave();
