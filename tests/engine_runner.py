@@ -5,12 +5,15 @@ A step is one of
     {"do": "generate", "prompts": [token ids or text, ...], "max_tokens": n, ...other sampling parameters}
     {"do": "rpc", "method": name, "args": [...]}         a method of every worker
     {"do": "figures"}                                    what the engine believes about its cache
-ANSWER: ``results``, one a step, or ``error`` (type and text of what `vllm.LLM` raised).
+    {"do": "load", "num_prompts": n, "prompt_tokens": n, "max_tokens": n, "seconds": at least}
+ANSWER: ``results``, one a step, or ``error`` (type and text of what `vllm.LLM` raised); ``seconds`` of the
+whole start, and of the engine core's `_initialize_kv_caches` where it runs in this process.
 """
 
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +27,35 @@ def main() -> None:
         import vllm_integration  # noqa: F401
     from vllm import LLM
 
+    answer: dict[str, Any] = {"error": None, "results": [], "seconds": {}}
+    time_initialization(answer["seconds"])
+    start = time.perf_counter()
     try:
         llm = LLM(**job["llm"])
+        answer["seconds"]["start"] = time.perf_counter() - start
     except Exception as error:  # the test decides whether it was the right one
-        answer = {"error": {"type": type(error).__name__, "text": str(error)}, "results": []}
+        answer["error"] = {"type": type(error).__name__, "text": str(error)}
     else:
-        answer = {"error": None, "results": [STEPS[step.pop("do")](llm, **step) for step in job["steps"]]}
+        answer["results"] = [STEPS[step.pop("do")](llm, **step) for step in job["steps"]]
     Path(sys.argv[2]).write_text(json.dumps(answer))
+
+
+def time_initialization(seconds: dict[str, float]) -> None:
+    """Time `_initialize_kv_caches` as it is called: around the plugin's wrapper, where there is one."""
+    import vllm.v1.engine.core as core
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    original = core.EngineCore._initialize_kv_caches
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            seconds["initialize_kv_caches"] = time.perf_counter() - start
+
+    core.EngineCore._initialize_kv_caches = timed
 
 
 def generate(llm: Any, prompts: list[Any], max_tokens: int = 32, **sampling: Any) -> list[dict[str, Any]]:
@@ -67,6 +92,10 @@ def figures(llm: Any) -> dict[str, Any]:
         "max_model_len": config.model_config.max_model_len,
         "kv_cache_size_tokens": getattr(config.cache_config, "kv_cache_size_tokens", None),
     }
+    import torch
+
+    if torch.cuda.is_available():
+        values["device_total_bytes"] = torch.cuda.mem_get_info()[1]
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
     if core is not None:
         scheduler = core.scheduler
@@ -80,7 +109,29 @@ def figures(llm: Any) -> dict[str, Any]:
     return values
 
 
-STEPS = {"generate": generate, "rpc": rpc, "figures": figures}
+def load(
+    llm: Any, num_prompts: int, prompt_tokens: int, max_tokens: int, seconds: float = 0.0
+) -> dict[str, Any]:
+    """Serve rounds of random prompts, as wide as the scheduler goes, for at least `seconds`."""
+    import random
+
+    from vllm import SamplingParams
+
+    draw = random.Random(0)
+    params = SamplingParams(temperature=0.8, max_tokens=max_tokens, ignore_eos=True, seed=1)
+    start, rounds, tokens = time.perf_counter(), 0, 0
+    while not rounds or time.perf_counter() - start < seconds:
+        prompts = [
+            {"prompt_token_ids": [draw.randrange(512) for _ in range(prompt_tokens)]}
+            for _ in range(num_prompts)
+        ]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        tokens += sum(len(request.outputs[0].token_ids) for request in outputs)
+        rounds += 1
+    return {"seconds": time.perf_counter() - start, "rounds": rounds, "generated_tokens": tokens}
+
+
+STEPS = {"generate": generate, "rpc": rpc, "figures": figures, "load": load}
 
 if __name__ == "__main__":
     main()

@@ -1,0 +1,273 @@
+#!/usr/bin/env python3
+"""Everything that only a GPU can prove, in one run: `make gpu-test`.
+
+    python benchmarks/gpu_proof.py [--parts pool-tests,pool,identity,startup] [--output DIR]
+
+Each part writes `DIR/<part>.json` (the schema of `allocator.results`) and prints a table; the exit status is 1
+when a record failed.  Engines run one at a time, each in a process of its own, and NVML
+is sampled from this process, which never makes a CUDA context.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from allocator import results
+
+ROOT = Path(__file__).resolve().parent.parent
+GIB = 1 << 30
+UTILIZATION = 0.9
+FLAG = {"extensible_kv_cache": True}
+PROMPTS = [[(7 * i + j * (i + 3)) % 1999 + 300 for j in range(20 + 40 * i)] for i in range(16)]
+BASE = {
+    "max_model_len": 4096,
+    "gpu_memory_utilization": UTILIZATION,
+    "enable_prefix_caching": False,
+    "seed": 0,
+}
+CONFIGURATIONS = [(runner, layout) for runner in ("V2", "V1") for layout in ("LBNHC", "LHBNC", "BLHNC")]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--repeats", type=int, default=3, help="starts of each kind in the part startup")
+    args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for part in args.parts.split(","):
+        records: list[dict[str, Any]] = []
+        for item in PARTS[part](args):
+            records.append(item)
+            data = results.build(records, command=f"python benchmarks/gpu_proof.py --parts {part}")
+            results.write(args.output / f"{part}.json", data)  # again after each record: a run may be cut off
+        results.print_table(data)
+        failed += results.failed(data)
+    print("FAILED: " + ", ".join(failed) if failed else "all limits kept")
+    return 1 if failed else 0
+
+
+def pool_tests(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The tests of the allocator on the real driver, one record for all of them."""
+    files = ["tests/test_pool.py", "tests/test_routing.py", "tests/test_gpu_pool.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    last = process.stdout.strip().splitlines()[-1]
+    if process.returncode:
+        print(process.stdout[-8000:])
+    counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
+    bad = counts.get("failed", 0) + counts.get("error", 0) + (process.returncode not in (0, 1))
+    yield results.record("pool_tests_failed", bad, "tests", limit=0, better="equal", note=last)
+    yield results.record("pool_tests_passed", counts.get("passed", 0), "tests", limit=40, better="higher")
+
+
+def pool(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """`pool_bench.py` in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "pool.json"
+        command = [sys.executable, str(ROOT / "benchmarks" / "pool_bench.py"), "--output", str(file)]
+        subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.DEVNULL)
+        yield from results.read(file)["records"]
+
+
+def identity(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Tokens and logprobs with the flag against without, for both runners and three layouts, with graphs."""
+    for runner, layout in CONFIGURATIONS:
+        env = {"VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "V2" else "0", "VLLM_KV_CACHE_LAYOUT": layout}
+        llm = {**BASE, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+        steps = [
+            {"do": "generate", "prompts": PROMPTS, "max_tokens": 64},
+            {"do": "load", "num_prompts": 64, "prompt_tokens": 1000, "max_tokens": 8},
+            {"do": "figures"},
+        ]
+        name = f"{runner}_{layout}"
+        stock, flag = (run_engine(llm, steps, env, on) for on in (False, True))
+        yield from compare(name, stock, flag)
+
+
+def startup(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Full-width load against the budget, then alternating starts with warm compile caches."""
+    load = {"do": "load", "num_prompts": 600, "prompt_tokens": 2000, "max_tokens": 32, "seconds": 20}
+    flag, stock = (run_engine(BASE, [load, {"do": "figures"}], {}, on) for on in (True, False))
+    yield from compare("startup", stock, flag)
+    if flag["error"] or stock["error"]:
+        return
+    left, stock_left = budget_left(flag), budget_left(stock)
+    yield results.record("budget_left_unused_gib", left, "GiB", limit=0.35, note=used_note(flag))
+    yield results.record("budget_never_exceeded_gib", left, "GiB", limit=0, better="higher")
+    yield results.record("budget_left_unused_stock_gib", stock_left, "GiB", note=used_note(stock))
+    tokens = [run["results"][-1]["kv_cache_size_tokens"] for run in (flag, stock)]
+    yield results.record(
+        "kv_tokens_flag_vs_stock",
+        tokens[0] / tokens[1],
+        "",
+        limit=0.99,
+        better="higher",
+        note=f"{tokens[0]} against {tokens[1]} tokens; stock ends {stock_left:+.3f} GiB from its budget",
+    )
+    for name, run in (("flag", flag), ("stock", stock)):
+        yield results.record(
+            f"load_seconds_{name}", run["results"][0]["seconds"], "s", note=str(run["results"][0])
+        )
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    starts: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(args.repeats):
+        for on in (True, False):
+            run = run_engine(BASE, [{"do": "figures"}], {}, on)
+            seconds[on].append(run["seconds"]["initialize_kv_caches"])
+            starts[on].append(run["seconds"]["start"])
+    yield results.from_samples("engine_init_flag_s", seconds[True], "s")
+    yield results.from_samples("engine_init_stock_s", seconds[False], "s")
+    yield results.from_samples("whole_start_flag_s", starts[True], "s")
+    yield results.from_samples("whole_start_stock_s", starts[False], "s")
+    yield results.record(
+        "startup_flag_vs_stock",
+        statistics.median(seconds[True]) / statistics.median(seconds[False]),
+        "",
+        limit=0.95,
+        repeats=args.repeats,
+        note="EngineCore._initialize_kv_caches, alternating starts, warm compile caches",
+    )
+
+
+def compare(name: str, stock: dict[str, Any], flag: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The records of one configuration: starts, same output, within the budget, what the log says."""
+    for kind, run in (("stock", stock), ("flag", flag)):
+        error = run["error"] or ""
+        yield results.record(
+            f"{name}_{kind}_starts", not error, "", limit=True, better="equal", note=str(error)[:500]
+        )
+    if stock["error"] or flag["error"]:
+        return
+    if "tokens" in json.dumps(stock["results"][0])[:200]:
+        pairs = list(zip(stock["results"][0], flag["results"][0], strict=True))
+        for what in ("tokens", "logprobs"):
+            same = all(a[what] == b[what] for a, b in pairs)
+            yield results.record(f"{name}_{what}_identical", same, "", limit=True, better="equal")
+        distinct = len({token for output in flag["results"][0] for token in output["tokens"]})
+        yield results.record(f"{name}_distinct_tokens", distinct, "tokens", limit=200, better="higher")
+    figures = [run["results"][-1] for run in (flag, stock)]
+    yield results.record(
+        f"{name}_blocks", figures[0]["num_gpu_blocks"], "blocks", note=f"stock {figures[1]['num_gpu_blocks']}"
+    )
+    yield results.record(
+        f"{name}_budget_left_gib", budget_left(flag), "GiB", limit=0, better="higher", note=used_note(flag)
+    )
+    yield results.record(
+        f"{name}_engine_init_s",
+        flag["seconds"]["initialize_kv_caches"],
+        "s",
+        note=f"stock {stock['seconds']['initialize_kv_caches']:.2f}; compile caches not controlled",
+    )
+    story = [
+        line.split("Extensible KV cache: ")[1] for line in flag["log"] if "Extensible KV cache: " in line
+    ]
+    grown = any("committed" in line for line in story)
+    yield results.record(
+        f"{name}_flag_grew", grown, "", limit=True, better="equal", note=" | ".join(story)[:1500]
+    )
+
+
+def run_engine(
+    llm: dict[str, Any], steps: list[dict[str, Any]], env: dict[str, str], on: bool
+) -> dict[str, Any]:
+    """One engine in its own process; its answer, its log's lines, and what the device lost at the peak."""
+    job = {"llm": {"model": str(model_path()), **llm}, "steps": steps}
+    if on:
+        job["llm"]["additional_config"] = FLAG
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        **env,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / name for name in ("job.json", "answer.json", "log.txt")]
+        files[0].write_text(json.dumps(job))
+        command = [sys.executable, str(ROOT / "tests" / "engine_runner.py"), str(files[0]), str(files[1])]
+        with sampled_use() as use, files[2].open("w") as log:
+            process = subprocess.run(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment, check=False
+            )
+        lines = files[2].read_text(errors="replace").splitlines()
+        if files[1].exists():
+            answer = json.loads(files[1].read_text())
+        else:
+            answer = {
+                "error": {"type": "exit", "text": str(process.returncode)},
+                "results": [],
+                "seconds": {},
+            }
+    label = f"{'flag' if on else 'stock'} {env}"
+    print(label, answer["error"] or answer["seconds"], "peak", use, "exit", process.returncode, flush=True)
+    if answer["error"]:
+        print("\n".join(lines[-60:]), flush=True)
+    return {**answer, "log": lines, "use": use, "exit": process.returncode}
+
+
+@contextmanager
+def sampled_use() -> Iterator[dict[str, int]]:
+    """Sample the first device's free memory every 5 ms: what the block's processes take at their peak."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    free = lambda: int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)  # noqa: E731
+    before, use, stop = free(), {"peak_bytes": 0}, threading.Event()
+
+    def sample() -> None:
+        while not stop.wait(0.005):
+            use["peak_bytes"] = max(use["peak_bytes"], before - free())
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield use
+    finally:
+        stop.set()
+        thread.join()
+        time.sleep(1.0)  # the driver clears what was freed in the background
+
+
+def budget_left(run: dict[str, Any]) -> float:
+    total = run["results"][-1]["device_total_bytes"]
+    return (UTILIZATION * total - run["use"]["peak_bytes"]) / GIB
+
+
+def used_note(run: dict[str, Any]) -> str:
+    total = run["results"][-1]["device_total_bytes"]
+    return (
+        f"budget {UTILIZATION * total / GIB:.3f} GiB ({UTILIZATION} of {total / GIB:.3f}), peak of the "
+        f"process {run['use']['peak_bytes'] / GIB:.3f} GiB, its CUDA context included, NVML every 5 ms"
+    )
+
+
+def model_path() -> Path:
+    """The shape of Qwen3-0.6B with random weights, made once a machine."""
+    path = Path(tempfile.gettempdir()) / "ekv-qwen3-0.6b"
+    if not (path / "model.safetensors").exists():
+        command = [sys.executable, "-m", "vllm_integration.tiny_model", str(path), "qwen3-0.6b"]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return path
+
+
+PARTS = {"pool-tests": pool_tests, "pool": pool, "identity": identity, "startup": startup}
+
+if __name__ == "__main__":
+    sys.exit(main())
