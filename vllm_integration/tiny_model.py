@@ -36,7 +36,7 @@ class ModelShape:
     intermediate: int = 512
     vocab: int = 2048
     max_position: int = 8192
-    dtype: str = "float32"
+    dtype: str = "bfloat16"
     tie_word_embeddings: bool = False
 
 
