@@ -7,10 +7,12 @@ it work as for any class.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 __all__ = [
     "DriverError",
     "EkvError",
-    "PoolOutOfMemoryError",  # noqa: F822  (made by __getattr__)
+    "PoolOutOfMemoryError",
     "PoolValueError",
     "UnsupportedError",
 ]
@@ -30,6 +32,12 @@ class DriverError(EkvError, RuntimeError):
 
 class UnsupportedError(DriverError):
     """Virtual memory management is missing, or unusable, on this device or driver."""
+
+
+if TYPE_CHECKING:
+
+    class PoolOutOfMemoryError(EkvError, MemoryError):
+        """The device has too little memory left for the call; the pool is as it was before."""
 
 
 def __getattr__(name: str) -> type:

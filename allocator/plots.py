@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from allocator.errors import PoolValueError
-from allocator.pool_map import MapRow, format_bytes, rows_of
+from allocator.pool_map import MapRow, format_bytes, rows_of, summary_of
 
 __all__ = ["plot_pool_map", "plot_stages"]
 
@@ -105,7 +105,7 @@ def plot_pool_map(snapshot: Mapping[str, Any], path: str | Path, *, title: str =
         axes.set_ylabel("reservation.segment" if several else "segment")
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
-        figure.suptitle(title or _summary(snapshot, rows), x=0.01, ha="left", fontsize=11, fontweight="bold")
+        figure.suptitle(title or summary_of(snapshot), x=0.01, ha="left", fontsize=11, fontweight="bold")
         figure.legend(handles=_legend(rows), loc="outside lower left", ncols=5, frameon=False, fontsize=9)
         _save(figure, path)
         plt.close(figure)
@@ -155,15 +155,6 @@ def _legend(rows: Sequence[MapRow]) -> list[Any]:
     return handles
 
 
-def _summary(snapshot: Mapping[str, Any], rows: Sequence[MapRow]) -> str:
-    return (
-        f"{snapshot['device']} ({snapshot['driver']} driver): {snapshot['committed_blocks']:,} of "
-        f"{snapshot['capacity_blocks']:,} blocks committed, {format_bytes(snapshot['physical_bytes'])} of "
-        f"{format_bytes(snapshot['reserved_bytes'])} backed, {_count(len(rows), 'segment')}, "
-        f"{_count(len(snapshot['chunks']), 'chunk')}"
-    )
-
-
 def _set_time_scale(axes: Any, times: Sequence[float]) -> None:
     """Choose a logarithmic axis where the longest stage would hide the others."""
     longest = max(times)
@@ -182,10 +173,6 @@ def _duration(milliseconds: float) -> str:
     if milliseconds >= 1000:
         return f"{milliseconds / 1000:.3g} s"
     return f"{milliseconds:.3g} ms"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _unit(largest: float) -> tuple[str, int]:

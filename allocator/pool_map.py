@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from allocator.errors import PoolValueError
 
-__all__ = ["MapRow", "format_bytes", "rows_of", "straddled_granules"]
+__all__ = ["MapRow", "format_bytes", "rows_of", "straddled_granules", "summary_of"]
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,21 @@ def rows_of(snapshot: Mapping[str, Any]) -> list[MapRow]:
         raise PoolValueError(f"this is no pool snapshot: {type(error).__name__} {error}") from None
 
 
+def summary_of(snapshot: Mapping[str, Any]) -> str:
+    """Return one line with the sums of `PoolController.snapshot()`. Raises as `rows_of` does."""
+    try:
+        backed, reserved = format_bytes(snapshot["physical_bytes"]), format_bytes(snapshot["reserved_bytes"])
+        return (
+            f"{snapshot['device']} ({snapshot['driver']} driver): {snapshot['committed_blocks']:,} of "
+            f"{snapshot['capacity_blocks']:,} blocks committed, {backed} of {reserved} backed, "
+            f"{_count(snapshot['segments'], 'segment')}, {_count(snapshot['chunks'], 'chunk')}"
+        )
+    except (KeyError, TypeError) as error:
+        raise PoolValueError(f"this is no pool snapshot: {type(error).__name__} {error}") from None
+
+
 def straddled_granules(segments: list[tuple[int, int]], granularity: int) -> list[int]:
-    """Return the sorted offsets of granules that hold bytes of two or more of `(offset, size)`, sorted."""
+    """Return the offsets of granules that hold bytes of two or more segments, sorted `(offset, size)`."""
     found: list[int] = []
     covered = 0  # end of the last granule that an earlier segment touches
     for offset, size in segments:
@@ -75,6 +88,10 @@ def format_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.4g} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.4g} TiB"
+
+
+def _count(items: Sequence[object], noun: str) -> str:
+    return f"{len(items):,} {noun}{'' if len(items) == 1 else 's'}"
 
 
 def _num_reservations(snapshot: Mapping[str, Any]) -> int:

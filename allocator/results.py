@@ -8,6 +8,7 @@ where it is installed.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import statistics
 import sys
@@ -28,6 +29,7 @@ __all__ = [
     "read",
     "record",
     "validate",
+    "wide_console",
     "write",
 ]
 
@@ -135,10 +137,9 @@ def print_table(data: Mapping[str, Any], file: TextIO | None = None) -> None:
     """Print a results file for people, to standard output by default."""
     rows = [_row(item) for item in data["records"]]
     headers = ("what", "value", "unit", "limit", "", "n", "spread", "note")
-    title = f"{data['command']}\n{data['date']}, {data['hardware']}, commit {data['commit'][:12]}"
+    title = f"{data['command']}\n{data['date']}, {data['hardware']}, commit {_short(data['commit'])}"
     try:
         from rich import box
-        from rich.console import Console
         from rich.table import Table
     except ImportError:
         widths = [max(len(row[i]) for row in [headers, *rows]) for i in range(len(headers))]
@@ -154,9 +155,17 @@ def print_table(data: Mapping[str, Any], file: TextIO | None = None) -> None:
     colours = {True: "green", False: "bold red", None: ""}
     for row, item in zip(rows, data["records"], strict=True):
         table.add_row(*row, style=colours[item["passed"]])
-    console = Console(file=file)
+    console = wide_console(file)
     console.print(title, markup=False, highlight=False)
     console.print(table)
+
+
+def wide_console(file: TextIO | None = None) -> Any:
+    """Return a `rich.console.Console` that does not wrap at 80 columns where the output is no terminal."""
+    from rich.console import Console
+
+    known = (file or sys.stdout).isatty() or "COLUMNS" in os.environ
+    return Console(file=file, width=None if known else 140)
 
 
 def _row(item: Mapping[str, Any]) -> tuple[str, ...]:
@@ -165,6 +174,11 @@ def _row(item: Mapping[str, Any]) -> tuple[str, ...]:
     spread = "" if item["spread"] is None else _number(item["spread"])
     value, repeats = _number(item["value"]), str(item["repeats"])
     return (item["name"], value, item["unit"], limit, passed, repeats, spread, item["note"])
+
+
+def _short(commit: str) -> str:
+    name, dash, state = commit.partition("-")
+    return f"{name[:12]}{dash}{state}"
 
 
 def _number(value: Value) -> str:

@@ -3,8 +3,8 @@
 
     python benchmarks/gpu_proof.py [--parts pool-tests,pool,identity,startup] [--output DIR]
 
-Each part writes `DIR/<part>.json` (the schema of `allocator.results`) and prints a table; the exit status is 1
-when a record failed.  Engines run one at a time, each in a process of its own, and NVML
+Each part writes `DIR/<part>.json` (the schema of `allocator.results`) and prints a table; the exit
+status is 1 when a record failed.  Engines run one at a time, each in a process of its own, and NVML
 is sampled from this process, which never makes a CUDA context.
 """
 

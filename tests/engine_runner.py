@@ -5,6 +5,9 @@ A step is one of
     {"do": "generate", "prompts": [token ids or text, ...], "max_tokens": n, ...other sampling parameters}
     {"do": "rpc", "method": name, "args": [...]}         a method of every worker
     {"do": "figures"}                                    what the engine believes about its cache
+    {"do": "zeroed", "prompt": [token ids], "after": n}  generate, zeroing the request's first block on the way
+    {"do": "views"}                                      the workers' own figures (in one process only)
+``neighbour`` ({"after": stage, "bytes": n}): another pool in this process takes n bytes when a stage has ended.
     {"do": "load", "num_prompts": n, "prompt_tokens": n, "max_tokens": n, "seconds": at least}
 ANSWER: ``results``, one a step, or ``error`` (type and text of what `vllm.LLM` raised); ``seconds`` of the
 whole start, and of the engine core's `_initialize_kv_caches` where it runs in this process.

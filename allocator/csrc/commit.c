@@ -179,6 +179,17 @@ static void account(commit_step *s)
     r->released = false;
 }
 
+/* Waits until nothing is zeroed any more.  Where that is refused, whatever waits for the device will do: unmapping memory
+ * that is still being written would kill the device's context. */
+static int wait_for_zeroes(reservation *r)
+{
+    const ekv_driver *driver = r->device->driver;
+    int code = driver->zero_wait(r->device);
+    if (code && driver->zero_wait(r->device))
+        driver->synchronize(r->device);
+    return code;
+}
+
 static int run(commit_step *steps, size_t num_steps, bool zero)
 {
     int code = 0;
@@ -186,7 +197,7 @@ static int run(commit_step *steps, size_t num_steps, bool zero)
     while (!code && tried < num_steps)
         code = back(&steps[tried++], zero);
     for (size_t i = 0; i < tried; i++) { /* before an undo too: nothing may be unmapped while it is being zeroed */
-        int waited = steps[i].r->device->driver->zero_wait(steps[i].r->device);
+        int waited = wait_for_zeroes(steps[i].r);
         if (!code)
             code = waited;
     }
