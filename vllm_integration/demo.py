@@ -179,9 +179,7 @@ def _on_gpu() -> bool:
 
 
 def _cpu_utilization() -> float:
-    import psutil
-
-    return min(0.9, CPU_BUDGET_BYTES / psutil.virtual_memory().total)
+    return min(0.9, CPU_BUDGET_BYTES / (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
 
 
 @contextmanager
