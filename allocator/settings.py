@@ -1,0 +1,82 @@
+"""Settings of a process that a pool cannot work with, or that a user should know of; pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["Finding", "allocator_options", "check_settings"]
+
+ALLOC_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+UNCACHED = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
+OWN = ("EKV_HOST_GRANULARITY", "EKV_HOST_BUDGET", "EKV_CUDA_LIBRARY", "EKV_HIP_LIBRARY")
+PLUGIN = "extensible_kv"
+# Less than this and no cache of a useful size can be reserved.
+SMALL_ADDRESS_SPACE = 1 << 40
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of a report: `level` is "ok", "note" (works, but know it) or "problem" (does not work)."""
+
+    name: str
+    value: str
+    level: str = "ok"
+    advice: str = ""
+
+
+def allocator_options(text: str) -> dict[str, str]:
+    """Return the options in the text of `PYTORCH_ALLOC_CONF`; values may be lists in brackets."""
+    parts = re.split(r",(?![^\[]*\])", text)
+    pairs = (part.partition(":") for part in parts if part.strip())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def check_settings(
+    environ: Mapping[str, str], *, on_gpu: bool, address_space_bytes: int | None = None
+) -> list[Finding]:
+    """Return what is worth knowing of the environment and of the limit on address space (None: no limit)."""
+    findings = [*_alloc_conf(environ, on_gpu)]
+    for name in UNCACHED:
+        if environ.get(name):
+            value, level = environ[name], "problem" if on_gpu else "note"
+            advice = "without PyTorch's cache its MemPools take nothing: unset it"
+            findings.append(Finding(name, value, level, advice))
+    plugins = environ.get("VLLM_PLUGINS")
+    if plugins is not None and PLUGIN not in plugins.split(","):
+        advice = f"vLLM loads only the plugins named there: add {PLUGIN}"
+        findings.append(Finding("VLLM_PLUGINS", plugins or "(empty)", "problem", advice))
+    if address_space_bytes is not None and address_space_bytes < SMALL_ADDRESS_SPACE:
+        findings.append(
+            Finding(
+                "address space limit",
+                f"{address_space_bytes} bytes",
+                "note",
+                "reservations and CUDA itself need addresses, not memory: raise `ulimit -v`",
+            )
+        )
+    own = [name for name in OWN if environ.get(name)]
+    return findings + [Finding(name, environ[name], "note", "changes this package") for name in own]
+
+
+def _alloc_conf(environ: Mapping[str, str], on_gpu: bool) -> list[Finding]:
+    findings = []
+    for name in ALLOC_CONF:
+        value = environ.get(name)
+        if not value:
+            continue
+        options = allocator_options(value)
+        if options.get("backend") == "cudaMallocAsync":
+            # Source: PyTorch 2.13, c10/cuda/CUDACachingAllocator.h: createOrIncrefPool is the native
+            # backend's.
+            level, advice = "problem" if on_gpu else "note", "this backend has no MemPool: remove `backend`"
+        elif options.get("expandable_segments", "").lower() == "true":
+            level, advice = (
+                "note",
+                "works: the pool's tensors stay out of expandable segments, the rest uses them",
+            )
+        else:
+            level, advice = "ok", ""
+        findings.append(Finding(name, value, level, advice))
+    return findings
