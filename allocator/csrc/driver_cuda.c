@@ -55,6 +55,7 @@ enum {
     X(cuDeviceGet, device_get, (int *, int))                                                                         \
     X(cuDeviceGetAttribute, device_get_attribute, (int *, int, int))                                                 \
     X(cuDevicePrimaryCtxRetain, primary_context_retain, (void **, int))                                              \
+    X(cuDevicePrimaryCtxRelease_v2, primary_context_release, (int))                                                  \
     X(cuCtxPushCurrent_v2, context_push, (void *))                                                                   \
     X(cuCtxPopCurrent_v2, context_pop, (void **))                                                                    \
     X(cuCtxSynchronize, context_synchronize, (void))                                                                 \
@@ -117,8 +118,12 @@ static int load(ekv_device *device)
     }
     SYMBOLS(LOAD)
 #undef LOAD
+    if (CALL(device, cuInit, 0, 0, init(0))) {
+        dlclose(library); /* the next attempt starts anew */
+        return ekv_error_status();
+    }
     cuda.library = library;
-    return CALL(device, cuInit, 0, 0, init(0));
+    return 0;
 }
 
 typedef struct {
@@ -161,6 +166,7 @@ static int create_stream(ekv_device *device) { IN_CONTEXT(device, cuStreamCreate
 static int cuda_open(ekv_device *device)
 {
     int handle = 0, supported = 0, code = load(device);
+    bool retained = false;
     if (!code)
         code = CALL(device, cuDeviceGet, 0, 0, device_get(&handle, device->ordinal));
     if (!code)
@@ -169,8 +175,11 @@ static int cuda_open(ekv_device *device)
         code = ekv_error(EKV_UNSUPPORTED, "cuda: device %d has no virtual memory management", device->ordinal);
     if (!code)
         code = CALL(device, cuDevicePrimaryCtxRetain, 0, 0, primary_context_retain(&device->context, handle));
+    retained = !code;
     if (!code)
         code = create_stream(device);
+    if (code && retained)
+        cuda.primary_context_release(handle);
     return code;
 }
 

@@ -5,7 +5,7 @@
  *
  * Types and values: ROCm/rocm-systems projects/hip/include/hip/hip_runtime_api.h (since ROCm 5.5).  What this driver
  * does beyond the calls follows reports of ROCm users:
- * - handles are made of the recommended granularity, 2 MiB at least: the minimum of 4 KiB is rounded up to bigger pages
+ * - handles are made of the recommended granularity, 2 MiB at least (EKV_HIP_GRANULARITY): the minimum of 4 KiB is rounded up to bigger pages
  *   behind one's back, and each handle costs a file descriptor (rocm-systems issue 10604, pull request 9360);
  * - access is set mapping by mapping, again when it is refused, then over the run of mappings that ends there
  *   (rocm-systems issues 2516 and 2667, pull request 6977, llama.cpp pull request 23900);
@@ -60,7 +60,7 @@ enum {
     RESERVE_ATTEMPTS = 4
 };
 
-#define SMALLEST_GRANULE (2ull << 20)
+#define DEFAULT_GRANULE (2ull << 20)
 
 /* symbol, member, parameters */
 #define SYMBOLS(X)                                                                                                   \
@@ -217,12 +217,16 @@ static allocation_prop properties(const ekv_device *device, int handle_kind)
 
 static int hip_granularity(ekv_device *device, int handle_kind, bool recommended, uint64_t *granularity)
 {
+    const char *text = getenv("EKV_HIP_GRANULARITY");
+    uint64_t least = text ? strtoull(text, NULL, 10) : DEFAULT_GRANULE;
     allocation_prop prop = properties(device, handle_kind);
     size_t bytes = 0;
     int code;
     (void)recommended;
     code = CALL(device, hipMemGetAllocationGranularity, 0, 0, granularity(&bytes, &prop, 1));
-    *granularity = bytes < SMALLEST_GRANULE ? SMALLEST_GRANULE : bytes;
+    *granularity = bytes ? (least + bytes - 1) / bytes * bytes : least; /* a multiple of what the runtime asks for */
+    if (*granularity < bytes)
+        *granularity = bytes;
     return code;
 }
 
