@@ -119,7 +119,7 @@ def test_validate_missing_record_field_is_named(field: str) -> None:
         ("date", "2024-12-01T00:00:00"),
         ("date", 5),
         ("command", ""),
-        ("command", "python /home/someone/bench.py"),
+        ("command", "python /data/bench.py"),
         ("hardware", None),
         ("commit", None),
         ("versions", {"torch": "2"}),
@@ -153,7 +153,7 @@ def test_validate_wrong_field_is_named(field: str, value: Any) -> None:
         ("repeats", 2.0),
         ("spread", -1),
         ("spread", "3"),
-        ("note", "see /root/log/x"),
+        ("note", "see /data/log/x"),
         ("extra", 1),
     ],
 )
