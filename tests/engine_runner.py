@@ -5,10 +5,8 @@ A step is one of
     {"do": "generate", "prompts": [token ids or text, ...], "max_tokens": n, ...other sampling parameters}
     {"do": "rpc", "method": name, "args": [...]}         a method of every worker
     {"do": "figures"}                                    what the engine believes about its cache
-    {"do": "zeroed", "prompt": [token ids], "after": n}  generate, zeroing the request's first block on the way
-    {"do": "views"}                                      the workers' own figures (in one process only)
-``neighbour`` ({"after": stage, "bytes": n}): another pool in this process takes n bytes when a stage has ended.
     {"do": "load", "num_prompts": n, "prompt_tokens": n, "max_tokens": n, "seconds": at least}
+or one that looks inside the engine, see `engine_steps`.
 ANSWER: ``results``, one a step, or ``error`` (type and text of what `vllm.LLM` raised); ``seconds`` of the
 whole start, and of the engine core's `_initialize_kv_caches` where it runs in this process.
 """
@@ -20,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import engine_steps
+
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
@@ -30,6 +30,8 @@ def main() -> None:
         import vllm_integration  # noqa: F401
     from vllm import LLM
 
+    if "neighbour" in job:
+        engine_steps.start_neighbour(**job["neighbour"])
     answer: dict[str, Any] = {"error": None, "results": [], "seconds": {}}
     time_initialization(answer["seconds"])
     start = time.perf_counter()
@@ -134,7 +136,7 @@ def load(
     return {"seconds": time.perf_counter() - start, "rounds": rounds, "generated_tokens": tokens}
 
 
-STEPS = {"generate": generate, "rpc": rpc, "figures": figures, "load": load}
+STEPS = {"generate": generate, "rpc": rpc, "figures": figures, "load": load, **engine_steps.STEPS}
 
 if __name__ == "__main__":
     main()
