@@ -59,11 +59,20 @@ void chunks_insert(chunk_list *list, chunk item)
     list->items[i] = item;
 }
 
+static bool overlaps(const chunk_list *list, const chunk *item)
+{
+    for (size_t i = 0; i < list->count; i++)
+        if (item->offset < list->items[i].offset + list->items[i].size &&
+            list->items[i].offset < item->offset + item->size)
+            return true;
+    return false;
+}
+
 void chunks_restore(reservation *r, chunk_list *unmapped)
 {
     for (size_t i = unmapped->count; i-- > 0;) {
         chunk *item = &unmapped->items[i];
-        if (chunk_map(r, item))
+        if (!overlaps(&r->chunks, item) && chunk_map(r, item)) /* a new chunk may have refused to go */
             chunks_insert(&r->chunks, *item);
         else if (r->device->driver->release(r->device, item->handle, item->size))
             chunks_append(&r->orphans, *item);
