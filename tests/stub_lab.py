@@ -1,0 +1,152 @@
+"""Runs the body of a test in a child process whose CUDA and HIP drivers are the stub libraries.
+
+The shim opens its driver library once per process, at first use, so a stub needs a process of its own. `@in_child`
+makes a test's body run in one; afterwards the stubs' report must show no violation and, unless `leaks=True`, nothing
+that was not given back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib
+import inspect
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+BUILD = ROOT / "build" / "tests"
+STUB_SOURCES = ("vmm_sim.c", "vmm_share.c", "vmm_work.c", "vmm_control.c", "vmm_rules.c")
+WARNINGS = ("-std=c11", "-g", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-pthread")
+IN_CHILD = "EKV_STUB_CHILD"
+GRANULE = 16 << 10
+
+
+def compile_c(name: str, sources: list[Path], flags: tuple[str, ...], headers: list[Path]) -> Path:
+    """Compile into the build folder, once for each content of the sources; safe with several pytest processes."""
+    digest = hashlib.sha256(repr(flags).encode())
+    for path in sorted([*sources, *headers]):
+        digest.update(path.name.encode() + path.read_bytes())
+    stem, suffix = os.path.splitext(name)
+    target = BUILD / f"{stem}-{digest.hexdigest()[:16]}{suffix}"
+    if target.exists():
+        return target
+    BUILD.mkdir(parents=True, exist_ok=True)
+    draft = target.with_name(f"{target.name}.{os.getpid()}")
+    compiler = os.environ.get("CC") or shutil.which("gcc") or "cc"
+    subprocess.run([compiler, *flags, "-o", str(draft), *map(str, sources), "-ldl"], check=True)
+    draft.replace(target)
+    return target
+
+
+def stub_library(driver: str, *extra_flags: str) -> Path:
+    """Build the stub library of "cuda" or "hip" and return its path."""
+    stubs = TESTS / "stubs"
+    sources = [stubs / f"{driver}_stub.c", *(stubs / name for name in STUB_SOURCES)]
+    flags = (*WARNINGS, "-O1", "-fPIC", "-shared", *extra_flags)
+    return compile_c(f"lib{driver}_stub.so", sources, flags, sorted(stubs.glob("*.h")))
+
+
+class Stub:
+    """The controls of one loaded stub library: `stub_*` of tests/stubs/vmm_control.h, without the prefix."""
+
+    def __init__(self, driver: str) -> None:
+        self._library = ctypes.CDLL(os.environ[f"EKV_{driver.upper()}_LIBRARY"])
+        self.prefix = {"cuda": "cuMem*", "hip": "hipMem*"}[driver]
+        for name in ("stub_violations", "stub_log"):
+            getattr(self._library, name).restype = ctypes.c_char_p
+        for name in ("handles", "mappings", "reservations", "allocations", "streams"):
+            getattr(self._library, f"stub_live_{name}").restype = ctypes.c_size_t
+        self._library.stub_used_bytes.restype = ctypes.c_uint64
+        for name in ("stub_calls", "stub_injected"):
+            getattr(self._library, name).restype = ctypes.c_long
+
+    def __getattr__(self, name: str):
+        function = getattr(self._library, f"stub_{name}")
+
+        def call(*arguments):
+            converted = [ctypes.c_int64(a) if isinstance(a, int) else a for a in arguments]
+            return function(*(a.encode() if isinstance(a, str) else a for a in converted))
+
+        return call
+
+    @property
+    def driver(self) -> ctypes.CDLL:
+        """The driver's own symbols."""
+        return self._library
+
+    def text(self) -> str:
+        """Return the violations so far."""
+        return self._library.stub_violations().decode()
+
+    def live(self) -> dict[str, int]:
+        """Return how many objects of each kind exist, leaving out the streams that the shim keeps for good."""
+        kinds = ("handles", "mappings", "reservations", "allocations")
+        return {kind: getattr(self, f"live_{kind}")() for kind in kinds}
+
+    def option(self, name: str, value: int) -> None:
+        """Set an option; unknown names fail."""
+        assert self.set_option(name, value) == 0, name
+
+
+def in_child(*, leaks: bool = False, violations: bool = False, options: str = "", env: dict[str, str] | None = None):
+    """Make the decorated test run in a child process; see the module's description."""
+
+    def decorate(body):
+        if os.environ.get(IN_CHILD):
+            return body
+
+        @functools.wraps(body)
+        def test(**arguments):
+            run_child(body, arguments, leaks=leaks, violations=violations, options=options, env=env or {})
+
+        return test
+
+    return decorate
+
+
+def run_child(body, arguments, *, leaks, violations, options, env, timeout_s=120) -> str:
+    """Run `body(**arguments)` in a child and check its end; returns what it printed."""
+    module = Path(inspect.getfile(body)).stem
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report"
+        environment = {
+            **os.environ,
+            IN_CHILD: "1",
+            "EKV_CUDA_LIBRARY": str(stub_library("cuda")),
+            "EKV_HIP_LIBRARY": str(stub_library("hip")),
+            "EKV_STUB_REPORT": str(report),
+            "EKV_STUB_OPTIONS": ",".join(filter(None, (f"granularity={GRANULE}", options))),
+            "EKV_HOST_GRANULARITY": str(GRANULE),
+            "EKV_HIP_GRANULARITY": str(GRANULE),
+            "PYTHONPATH": os.pathsep.join((str(TESTS), str(ROOT))),
+            **env,
+        }
+        command = [sys.executable, "-c", "import stub_lab; stub_lab.child_main()"]
+        child = subprocess.run(
+            [*command, module, body.__name__, json.dumps(arguments)],
+            env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False,
+        )
+        events = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
+    output = child.stdout + child.stderr
+    assert child.returncode == 0, f"the child ended with {child.returncode}:\n{output}"
+    if not violations:
+        assert not [e for e in events if e["event"] == "violation"], events
+    for event in events:
+        if event["event"] == "unload" and not leaks:
+            left = {k: event[k] for k in ("handles", "mappings", "reservations", "allocations") if event[k]}
+            assert not left and event["used_bytes"] == [0, 0], event
+    return output
+
+
+def child_main() -> None:
+    """Run in the child: import the test's module, call its body."""
+    module, name, arguments = sys.argv[1:4]
+    getattr(importlib.import_module(module), name)(**json.loads(arguments))
