@@ -1,4 +1,4 @@
-"""A reservation under test, together with what must be in it: used by the fault ladder and the state machines."""
+"""A reservation under test and what must be in it, for the fault ladder and the state machines."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ class Rig:
         """Reserve and bind; returns the status."""
         granularity = self._granularity()
         segments, self.capacity = LAYOUTS[self.layout]
-        self.segments = [(int(offset * granularity), int(stride * granularity)) for offset, stride in segments]
+        self.segments = [
+            (int(offset * granularity), int(stride * granularity)) for offset, stride in segments
+        ]
         size = max(offset + self.capacity * stride for offset, stride in self.segments)
         out = ffi.new("uint64_t *")
         max_chunk = int(self.max_chunk_granules * granularity)
@@ -113,13 +115,14 @@ class Rig:
                 self.content[segment, block] = pattern
 
     def check(self, committed: int, stub=None) -> None:
-        """Invariants 2, 3, 5 and 6 with `committed` blocks, against the expected content and the stub's books."""
+        """Invariants 2, 3, 5 and 6 with `committed` blocks: the content and the stub's books."""
         info = self.info()
         assert info.committed_blocks == committed, (info.committed_blocks, committed, last_error())
         assert info.base == self.base
         for (segment, block), expected in self.content.items():
             if block < committed:
-                assert ctypes.string_at(self.address(segment, block), len(expected)) == expected, (segment, block)
+                found = ctypes.string_at(self.address(segment, block), len(expected))
+                assert found == expected, (segment, block)
         assert all((s, b) in self.content for s in range(len(self.segments)) for b in range(committed))
         self._check_beyond(committed)
         if stub is not None:

@@ -1,8 +1,8 @@
 """Runs the body of a test in a child process whose CUDA and HIP drivers are the stub libraries.
 
-The shim opens its driver library once per process, at first use, so a stub needs a process of its own. `@in_child`
-makes a test's body run in one; afterwards the stubs' report must show no violation and, unless `leaks=True`, nothing
-that was not given back.
+The shim opens its driver library once per process, at first use, so a stub needs a process of its own.
+`@in_child` makes a test's body run in one; afterwards the stubs' report must show no violation and, unless
+`leaks=True`, nothing that was not given back.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GRANULE = 16 << 10
 
 
 def compile_c(name: str, sources: list[Path], flags: tuple[str, ...], headers: list[Path]) -> Path:
-    """Compile into the build folder, once for each content of the sources; safe with several pytest processes."""
+    """Compile into the build folder, once for each content of the sources; safe with several processes."""
     digest = hashlib.sha256(repr(flags).encode())
     for path in sorted([*sources, *headers]):
         digest.update(path.name.encode() + path.read_bytes())
@@ -87,7 +87,7 @@ class Stub:
         return self._library.stub_violations().decode()
 
     def live(self) -> dict[str, int]:
-        """Return how many objects of each kind exist, leaving out the streams that the shim keeps for good."""
+        """Return how many objects of each kind exist; the shim keeps its streams for good."""
         kinds = ("handles", "mappings", "reservations", "allocations")
         return {kind: getattr(self, f"live_{kind}")() for kind in kinds}
 
@@ -96,7 +96,9 @@ class Stub:
         assert self.set_option(name, value) == 0, name
 
 
-def in_child(*, leaks: bool = False, violations: bool = False, options: str = "", env: dict[str, str] | None = None):
+def in_child(
+    *, leaks: bool = False, violations: bool = False, options: str = "", env: dict[str, str] | None = None
+):
     """Make the decorated test run in a child process; see the module's description."""
 
     def decorate(body):
@@ -132,7 +134,12 @@ def run_child(body, arguments, *, leaks, violations, options, env, timeout_s=120
         command = [sys.executable, "-c", "import stub_lab; stub_lab.child_main()"]
         child = subprocess.run(
             [*command, module, body.__name__, json.dumps(arguments)],
-            env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False,
+            env=environment,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
         )
         events = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
     output = child.stdout + child.stderr

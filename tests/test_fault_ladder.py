@@ -104,7 +104,9 @@ class Free(Shrink):
         return rig.unreserve()
 
 
-OPERATIONS = {kind.__name__.lower(): kind for kind in (Commit, Grow, Shrink, Release, Recommit, Defragment, Free)}
+OPERATIONS = {
+    kind.__name__.lower(): kind for kind in (Commit, Grow, Shrink, Release, Recommit, Defragment, Free)
+}
 
 
 def rules_once(stub, n):
@@ -166,8 +168,9 @@ def check_with_orphans(rig, committed, stub) -> None:
 
 def climb(driver: str, layout: str, name: str, mode: str, max_chunk: float) -> int:
     """Climb one ladder; returns the number of its steps."""
-    from allocator.shim import last_error
     from rig import Rig
+
+    from allocator.shim import last_error
 
     stub, operation, n = Stub(driver), OPERATIONS[name](), 0
     misses = 0
@@ -218,8 +221,9 @@ def test_ladder_any_call_fails_state_is_kept_and_retry_succeeds(driver, name):
 @pytest.mark.parametrize("driver", ["cuda", "hip"])
 @in_child(options=OPTIONS)
 def test_ladder_opening_a_device_fails_then_opens(driver):
-    from allocator.shim import last_error
     from rig import Rig
+
+    from allocator.shim import last_error
 
     stub, n = Stub(driver), 0
     while True:
