@@ -30,7 +30,7 @@ __all__ = [
     "resolve_device",
 ]
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _allocator: torch.cuda.memory.CUDAPluggableAllocator | None = None
 _mempools: dict[tuple[torch.device, bool], Any] = {}
 

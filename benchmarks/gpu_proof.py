@@ -36,7 +36,7 @@ BASE = {
     "enable_prefix_caching": False,
     "seed": 0,
 }
-CONFIGURATIONS = [(runner, layout) for runner in ("V2", "V1") for layout in ("LBNHC", "LHBNC", "BLHNC")]
+CONFIGURATIONS = [(runner, layout) for runner in ("V2", "V1") for layout in ("LBHNC", "LHBNC", "BLHNC")]
 
 
 def main() -> int:
@@ -64,8 +64,9 @@ def main() -> int:
 def pool_tests(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The tests of the allocator on the real driver, one record for all of them."""
     files = ["tests/test_pool.py", "tests/test_routing.py", "tests/test_gpu_pool.py"]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "--timeout=60", "--timeout-method=thread"]
+    command = [sys.executable, "-m", "pytest", *options, *files]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
     last = process.stdout.strip().splitlines()[-1]
     if process.returncode:
         print(process.stdout[-8000:])
@@ -102,7 +103,8 @@ def identity(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def startup(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Full-width load against the budget, then alternating starts with warm compile caches."""
     load = {"do": "load", "num_prompts": 600, "prompt_tokens": 2000, "max_tokens": 32, "seconds": 20}
-    flag, stock = (run_engine(BASE, [load, {"do": "figures"}], {}, on) for on in (True, False))
+    steps = [{"do": "generate", "prompts": PROMPTS, "max_tokens": 64}, load, {"do": "figures"}]
+    flag, stock = (run_engine(BASE, steps, {}, on) for on in (True, False))
     yield from compare("startup", stock, flag)
     if flag["error"] or stock["error"]:
         return
@@ -121,7 +123,7 @@ def startup(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     )
     for name, run in (("flag", flag), ("stock", stock)):
         yield results.record(
-            f"load_seconds_{name}", run["results"][0]["seconds"], "s", note=str(run["results"][0])
+            f"load_seconds_{name}", run["results"][1]["seconds"], "s", note=str(run["results"][1])
         )
     seconds: dict[bool, list[float]] = {True: [], False: []}
     starts: dict[bool, list[float]] = {True: [], False: []}
@@ -153,13 +155,12 @@ def compare(name: str, stock: dict[str, Any], flag: dict[str, Any]) -> Iterator[
         )
     if stock["error"] or flag["error"]:
         return
-    if "tokens" in json.dumps(stock["results"][0])[:200]:
-        pairs = list(zip(stock["results"][0], flag["results"][0], strict=True))
-        for what in ("tokens", "logprobs"):
-            same = all(a[what] == b[what] for a, b in pairs)
-            yield results.record(f"{name}_{what}_identical", same, "", limit=True, better="equal")
-        distinct = len({token for output in flag["results"][0] for token in output["tokens"]})
-        yield results.record(f"{name}_distinct_tokens", distinct, "tokens", limit=200, better="higher")
+    pairs = list(zip(stock["results"][0], flag["results"][0], strict=True))
+    for what in ("tokens", "logprobs"):
+        same = all(a[what] == b[what] for a, b in pairs)
+        yield results.record(f"{name}_{what}_identical", same, "", limit=True, better="equal")
+    distinct = len({token for output in flag["results"][0] for token in output["tokens"]})
+    yield results.record(f"{name}_distinct_tokens", distinct, "tokens", limit=200, better="higher")
     figures = [run["results"][-1] for run in (flag, stock)]
     yield results.record(
         f"{name}_blocks", figures[0]["num_gpu_blocks"], "blocks", note=f"stock {figures[1]['num_gpu_blocks']}"
@@ -189,36 +190,57 @@ def run_engine(
     job = {"llm": {"model": str(model_path()), **llm}, "steps": steps}
     if on:
         job["llm"]["additional_config"] = FLAG
-    environment = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        **env,
-    }
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "1", **env}
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / name for name in ("job.json", "answer.json", "log.txt")]
-        files[0].write_text(json.dumps(job))
-        command = [sys.executable, str(ROOT / "tests" / "engine_runner.py"), str(files[0]), str(files[1])]
-        with sampled_use() as use, files[2].open("w") as log:
-            process = subprocess.run(
-                command, stdout=log, stderr=subprocess.STDOUT, env=environment, check=False
-            )
-        lines = files[2].read_text(errors="replace").splitlines()
-        if files[1].exists():
-            answer = json.loads(files[1].read_text())
+        files = {name: str(Path(folder) / name) for name in ("job", "answer", "log")}
+        Path(files["job"]).write_text(json.dumps(job))
+        with sampled_use() as use:
+            status = ENGINES.run({**files, "env": environment})
+        lines = Path(files["log"]).read_text(errors="replace").splitlines()
+        if Path(files["answer"]).exists():
+            answer = json.loads(Path(files["answer"]).read_text())
         else:
-            answer = {
-                "error": {"type": "exit", "text": str(process.returncode)},
-                "results": [],
-                "seconds": {},
-            }
+            answer = {"error": {"type": "exit", "text": str(status)}, "results": [], "seconds": {}}
     label = f"{'flag' if on else 'stock'} {env}"
-    print(label, answer["error"] or answer["seconds"], "peak", use, "exit", process.returncode, flush=True)
+    print(label, answer["error"] or answer["seconds"], "peak", use, "exit", status, flush=True)
     if answer["error"]:
         print("\n".join(lines[-60:]), flush=True)
-    return {**answer, "log": lines, "use": use, "exit": process.returncode}
+    return {**answer, "log": lines, "use": use, "exit": status}
+
+
+class Engines:
+    """`engine_server.py`, started at the first use."""
+
+    process: subprocess.Popen[str] | None = None
+
+    def run(self, request: dict[str, Any]) -> int:
+        """Run one engine and return its exit status."""
+        if self.process is None:
+            env = {
+                **os.environ,
+                "HF_HUB_OFFLINE": "1",
+                "VLLM_USE_FLASHINFER_SAMPLER": "0",
+                "VLLM_NO_USAGE_STATS": "1",
+            }
+            command = [sys.executable, str(ROOT / "benchmarks" / "engine_server.py")]
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env
+            )
+            self._answer()
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return int(self._answer())
+
+    def _answer(self) -> str:
+        assert self.process and self.process.stdout
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the engine server ended with status {self.process.wait()}")
+        return line.strip()
+
+
+ENGINES = Engines()
 
 
 @contextmanager
