@@ -15,9 +15,11 @@ import inspect
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
@@ -116,34 +118,29 @@ def in_child(
 
 def run_child(body, arguments, *, leaks, violations, options, env, timeout_s=120) -> str:
     """Run `body(**arguments)` in a child and check its end; returns what it printed."""
-    module = Path(inspect.getfile(body)).stem
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report"
+        report, output_path = Path(folder) / "report", Path(folder) / "output"
         environment = {
-            **os.environ,
-            IN_CHILD: "1",
             "EKV_CUDA_LIBRARY": str(stub_library("cuda")),
             "EKV_HIP_LIBRARY": str(stub_library("hip")),
             "EKV_STUB_REPORT": str(report),
             "EKV_STUB_OPTIONS": ",".join(filter(None, (f"granularity={GRANULE}", options))),
             "EKV_HOST_GRANULARITY": str(GRANULE),
             "EKV_HIP_GRANULARITY": str(GRANULE),
-            "PYTHONPATH": os.pathsep.join((str(TESTS), str(ROOT))),
             **env,
         }
-        command = [sys.executable, "-c", "import stub_lab; stub_lab.child_main()"]
-        child = subprocess.run(
-            [*command, module, body.__name__, json.dumps(arguments)],
-            env=environment,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        request = {
+            "module": Path(inspect.getfile(body)).stem,
+            "body": body.__name__,
+            "arguments": arguments,
+            "env": environment,
+            "output": str(output_path),
+            "timeout_s": timeout_s,
+        }
+        status = _server().ask(request)
         events = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
-    output = child.stdout + child.stderr
-    assert child.returncode == 0, f"the child ended with {child.returncode}:\n{output}"
+        output = output_path.read_text()
+    assert status == 0, f"the child ended with {status}:\n{output}"
     if not violations:
         assert not [e for e in events if e["event"] == "violation"], events
     for event in events:
@@ -153,7 +150,61 @@ def run_child(body, arguments, *, leaks, violations, options, env, timeout_s=120
     return output
 
 
-def child_main() -> None:
-    """Run in the child: import the test's module, call its body."""
-    module, name, arguments = sys.argv[1:4]
-    getattr(importlib.import_module(module), name)(**json.loads(arguments))
+class _Server:
+    """A process that has imported everything but touched no driver, and forks a child for each request."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, IN_CHILD: "1", "PYTHONPATH": os.pathsep.join((str(TESTS), str(ROOT)))}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "import stub_lab; stub_lab.serve()"],
+            env=environment,
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, request: dict) -> int:
+        """Return the exit status of the child that ran the request: negative for a signal."""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+
+@functools.cache
+def _server() -> _Server:
+    return _Server()
+
+
+def serve() -> None:
+    """Answer requests until the input ends; a child returns from here into the interpreter's normal end."""
+    import pytest  # noqa: F401
+    import rig  # noqa: F401
+
+    import allocator.shim  # noqa: F401
+
+    answers = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        request = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            _run(request)
+            return
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(status, file=answers, flush=True)
+
+
+def _run(request: dict) -> None:
+    """Be the child: whatever fails ends it with status 1 and a traceback in its output."""
+    output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.update(request["env"])
+    signal.alarm(request["timeout_s"])
+    try:
+        getattr(importlib.import_module(request["module"]), request["body"])(**request["arguments"])
+    except BaseException:
+        traceback.print_exc()
+        sys.exit(1)

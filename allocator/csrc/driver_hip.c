@@ -218,7 +218,7 @@ static allocation_prop properties(const ekv_device *device, int handle_kind)
 static int hip_granularity(ekv_device *device, int handle_kind, bool recommended, uint64_t *granularity)
 {
     const char *text = getenv("EKV_HIP_GRANULARITY");
-    uint64_t least = text ? strtoull(text, NULL, 10) : DEFAULT_GRANULE;
+    uint64_t least = text && *text ? strtoull(text, NULL, 10) : DEFAULT_GRANULE;
     allocation_prop prop = properties(device, handle_kind);
     size_t bytes = 0;
     int code;

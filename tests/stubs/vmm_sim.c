@@ -68,6 +68,21 @@ int sim_granularity(int device, unsigned handle_types, bool recommended, size_t 
     return SIM_OK;
 }
 
+/* While hints are refused, somebody else holds the addresses that were asked for. */
+static void hold_refused(uint64_t hint, size_t size)
+{
+    static void *taken;
+    static size_t taken_bytes;
+    if (taken && !sim_option("refuse_address_hint")) {
+        munmap(taken, taken_bytes);
+        taken = NULL;
+    } else if (!taken && hint && sim_option("refuse_address_hint")) {
+        taken = mmap((void *)hint, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE,
+                     -1, 0);
+        taken_bytes = size;
+    }
+}
+
 int sim_reserve(uint64_t *address, size_t size, size_t alignment, uint64_t hint)
 {
     uint64_t unit = granule(), limit = (uint64_t)sim_option("max_reserve_bytes"), base;
@@ -87,6 +102,7 @@ int sim_reserve(uint64_t *address, size_t size, size_t alignment, uint64_t hint)
     if (size > UINT64_MAX / 2)
         return SIM_OUT_OF_MEMORY;
     raw = MAP_FAILED;
+    hold_refused(hint, size);
     if (hint && !sim_option("refuse_address_hint"))
         raw = mmap((void *)hint, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE,
                    -1, 0);
