@@ -59,9 +59,13 @@ class Rig:
         if not status:
             self.reservation = Reservation(out[0])
             self.base = self.reservation.base
-            triples = [(offset, stride, self.capacity * stride) for offset, stride in self.segments]
-            self.reservation.set_segments(triples, self.capacity)
+            self.bind()
         return status
+
+    def bind(self) -> None:
+        """Tell the reservation the layout."""
+        triples = [(offset, stride, self.capacity * stride) for offset, stride in self.segments]
+        self.reservation.set_segments(triples, self.capacity)
 
     def _granularity(self) -> int:
         return int(os.environ["EKV_HOST_GRANULARITY"])

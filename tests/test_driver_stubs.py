@@ -462,3 +462,76 @@ def test_operations_after_free_are_refused(driver):
     assert pool.unreserve() == 0
     with pytest.raises(PoolValueError, match="was freed"):
         check(lib.ekv_commit([freed], 1, 1, 0))
+
+
+@BOTH
+@in_child()
+def test_retired_memory_is_given_back_and_its_addresses_are_adopted(driver):
+    from allocator.reservation import Reservation
+    from allocator.shim import ffi, lib
+
+    stub, pool = Stub(driver), rig(driver)
+    assert pool.commit(6) == 0
+    pool.write(range(6))
+    base, old = pool.base, pool.reservation.id
+    assert lib.ekv_retire(old, 0) == 0
+    assert stub.used_bytes(0) == 0
+    assert lib.ekv_retire(old, 0) == lib.EKV_FREED
+    out = ffi.new("uint64_t *")
+    assert lib.ekv_adopt(base + GRANULE, 0, out) == lib.EKV_INVALID
+    assert lib.ekv_adopt(base, 0, out) == 0
+    pool.reservation = Reservation(out[0])
+    assert lib.ekv_adopt(base, 0, out) == lib.EKV_INVALID
+    pool.bind()
+    pool.forget(0)
+    assert pool.commit(6) == 0
+    pool.expect_zero(range(6))
+    pool.check(6, stub)
+    assert pool.unreserve() == 0
+
+
+@BOTH
+@in_child()
+def test_retired_while_capturing_is_given_back_later(driver):
+    from allocator.shim import library_path, lib
+
+    stub, pool = Stub(driver), rig(driver)
+    assert lib.ekv_torch_driver(lib.EKV_CUDA if driver == "cuda" else lib.EKV_HIP) == 0
+    shim = ctypes.CDLL(library_path())
+    shim.ekv_malloc.restype = ctypes.c_void_p
+    arguments = (ctypes.c_ssize_t(4096), ctypes.c_int(0), None)
+    assert pool.commit(6) == 0
+    stub.begin_capture()
+    assert lib.ekv_retire(pool.reservation.id, 1) == 0
+    memory = shim.ekv_malloc(*arguments)
+    assert memory
+    assert stub.end_capture() == 0, stub.text()
+    assert stub.used_bytes(0) > 4096
+    other = rig(driver, "kv-split")
+    assert stub.used_bytes(0) == 4096
+    assert other.unreserve() == 0
+    shim.ekv_free(ctypes.c_void_p(memory), *arguments)
+    shim.ekv_free(ctypes.c_void_p(pool.base), *arguments)
+    assert not any(stub.live().values())
+
+
+@BOTH
+@in_child()
+def test_allocation_short_of_memory_takes_what_a_retired_pool_still_holds(driver):
+    from allocator.shim import library_path, lib
+
+    stub, pool = Stub(driver), rig(driver)
+    assert lib.ekv_torch_driver(lib.EKV_CUDA if driver == "cuda" else lib.EKV_HIP) == 0
+    shim = ctypes.CDLL(library_path())
+    shim.ekv_malloc.restype = ctypes.c_void_p
+    stub.set_total_memory(0, 24 * GRANULE)
+    assert pool.commit(6) == 0
+    stub.fail_nth({"cuda": "cuMemUnmap", "hip": "hipMemUnmap"}[driver], 1, 999, 1)
+    assert lib.ekv_retire(pool.reservation.id, 0) == 3
+    stub.fail_clear()
+    arguments = (ctypes.c_ssize_t(20 * GRANULE), ctypes.c_int(0), None)
+    memory = shim.ekv_malloc(*arguments)
+    assert memory
+    shim.ekv_free(ctypes.c_void_p(memory), *arguments)
+    shim.ekv_free(ctypes.c_void_p(pool.base), *arguments)
+    assert not any(stub.live().values())

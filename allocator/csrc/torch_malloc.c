@@ -71,9 +71,14 @@ void *ekv_malloc(ssize_t size, int device, void *stream)
     (void)stream;
     if (size <= 0 || ekv_enter())
         return NULL;
-    ekv_retry_locked();
-    if (allocate((uint64_t)size, device, &address))
-        address = 0;
+    /* What was to be given back earlier is given back only when it is needed: that waits for the device, which would
+     * spoil a stream capture that is going on. */
+    if (allocate((uint64_t)size, device, &address)) {
+        ekv_error_clear();
+        ekv_retry_locked();
+        if (allocate((uint64_t)size, device, &address))
+            address = 0;
+    }
     ekv_leave();
     return (void *)address;
 }
