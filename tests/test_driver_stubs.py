@@ -493,7 +493,7 @@ def test_retired_memory_is_given_back_and_its_addresses_are_adopted(driver):
 @BOTH
 @in_child()
 def test_retired_while_capturing_is_given_back_later(driver):
-    from allocator.shim import library_path, lib
+    from allocator.shim import lib, library_path
 
     stub, pool = Stub(driver), rig(driver)
     assert lib.ekv_torch_driver(lib.EKV_CUDA if driver == "cuda" else lib.EKV_HIP) == 0
@@ -518,7 +518,7 @@ def test_retired_while_capturing_is_given_back_later(driver):
 @BOTH
 @in_child()
 def test_allocation_short_of_memory_takes_what_a_retired_pool_still_holds(driver):
-    from allocator.shim import library_path, lib
+    from allocator.shim import lib, library_path
 
     stub, pool = Stub(driver), rig(driver)
     assert lib.ekv_torch_driver(lib.EKV_CUDA if driver == "cuda" else lib.EKV_HIP) == 0
