@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import importlib
+import importlib.util
 import inspect
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,38 +21,13 @@ import tempfile
 import traceback
 from pathlib import Path
 
+from c_build import runtime_library, stub_library
+
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
-BUILD = ROOT / "build" / "tests"
-STUB_SOURCES = ("vmm_sim.c", "vmm_share.c", "vmm_work.c", "vmm_control.c", "vmm_rules.c")
-WARNINGS = ("-std=c11", "-g", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-pthread")
 IN_CHILD = "EKV_STUB_CHILD"
+SANITIZED = "EKV_TEST_SHIM"  # path of an AddressSanitizer build of the shim, to be used instead
 GRANULE = 16 << 10
-
-
-def compile_c(name: str, sources: list[Path], flags: tuple[str, ...], headers: list[Path]) -> Path:
-    """Compile into the build folder, once for each content of the sources; safe with several processes."""
-    digest = hashlib.sha256(repr(flags).encode())
-    for path in sorted([*sources, *headers]):
-        digest.update(path.name.encode() + path.read_bytes())
-    stem, suffix = os.path.splitext(name)
-    target = BUILD / f"{stem}-{digest.hexdigest()[:16]}{suffix}"
-    if target.exists():
-        return target
-    BUILD.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f"{target.name}.{os.getpid()}")
-    compiler = os.environ.get("CC") or shutil.which("gcc") or "cc"
-    subprocess.run([compiler, *flags, "-o", str(draft), *map(str, sources), "-ldl"], check=True)
-    draft.replace(target)
-    return target
-
-
-def stub_library(driver: str, *extra_flags: str) -> Path:
-    """Build the stub library of "cuda" or "hip" and return its path."""
-    stubs = TESTS / "stubs"
-    sources = [stubs / f"{driver}_stub.c", *(stubs / name for name in STUB_SOURCES)]
-    flags = (*WARNINGS, "-O1", "-fPIC", "-shared", *extra_flags)
-    return compile_c(f"lib{driver}_stub.so", sources, flags, sorted(stubs.glob("*.h")))
 
 
 class Stub:
@@ -137,7 +111,7 @@ def run_child(body, arguments, *, leaks, violations, options, env, timeout_s=120
             "output": str(output_path),
             "timeout_s": timeout_s,
         }
-        status = _server().ask(request)
+        status = _server(os.environ.get(SANITIZED, "")).ask(request)
         events = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
         output = output_path.read_text()
     assert status == 0, f"the child ended with {status}:\n{output}"
@@ -153,8 +127,10 @@ def run_child(body, arguments, *, leaks, violations, options, env, timeout_s=120
 class _Server:
     """A process that has imported everything but touched no driver, and forks a child for each request."""
 
-    def __init__(self) -> None:
+    def __init__(self, sanitized: str) -> None:
         environment = {**os.environ, IN_CHILD: "1", "PYTHONPATH": os.pathsep.join((str(TESTS), str(ROOT)))}
+        if sanitized:
+            environment |= {"LD_PRELOAD": runtime_library("libasan.so"), "ASAN_OPTIONS": "detect_leaks=0"}
         self._process = subprocess.Popen(
             [sys.executable, "-c", "import stub_lab; stub_lab.serve()"],
             env=environment,
@@ -173,17 +149,16 @@ class _Server:
 
 
 @functools.cache
-def _server() -> _Server:
-    return _Server()
+def _server(sanitized: str) -> _Server:
+    return _Server(sanitized)
 
 
 def serve() -> None:
     """Answer requests until the input ends; a child returns from here into the interpreter's normal end."""
-    import pytest  # noqa: F401
-    import rig  # noqa: F401
-
-    import allocator.shim  # noqa: F401
-
+    if SANITIZED in os.environ:
+        _use_shim(os.environ[SANITIZED])
+    for name in ("pytest", "rig", "allocator.shim"):
+        importlib.import_module(name)
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         request = json.loads(line)
@@ -193,6 +168,14 @@ def serve() -> None:
             return
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         print(status, file=answers, flush=True)
+
+
+def _use_shim(path: str) -> None:
+    """Make the extension module at `path` the one that the package imports."""
+    spec = importlib.util.spec_from_file_location("allocator._ekv", path)
+    assert spec and spec.loader
+    sys.modules["allocator._ekv"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["allocator._ekv"])
 
 
 def _run(request: dict) -> None:

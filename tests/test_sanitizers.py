@@ -7,13 +7,11 @@ import os
 import subprocess
 
 import pytest
-from stub_lab import GRANULE, ROOT, TESTS, WARNINGS, compile_c, stub_library
+import test_fault_ladder
+import test_state_machine
+from c_build import SANITIZERS, sanitized_program, sanitized_shim, stub_library
+from stub_lab import GRANULE, SANITIZED
 
-CSRC = ROOT / "allocator" / "csrc"
-SANITIZERS = {
-    "thread": ("-fsanitize=thread",),
-    "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
-}
 DRIVERS = {"host": 0, "cuda": 1, "hip": 2}
 ROUNDS = 30
 
@@ -21,10 +19,6 @@ ROUNDS = 30
 @pytest.mark.parametrize("driver", DRIVERS)
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_threads_at_once_are_clean(sanitizer, driver, tmp_path):
-    flags = SANITIZERS[sanitizer]
-    sources = [TESTS / "c" / "threads.c", *sorted(CSRC.glob("*.c"))]
-    options = (*WARNINGS[1:], "-std=gnu11", "-O1", f"-I{CSRC}", *flags)
-    program = compile_c(f"threads-{sanitizer}", sources, options, sorted(CSRC.glob("*.h")))
     report = tmp_path / "report"
     environment = {
         **os.environ,
@@ -37,8 +31,9 @@ def test_threads_at_once_are_clean(sanitizer, driver, tmp_path):
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
     if driver != "host":
-        environment[f"EKV_{driver.upper()}_LIBRARY"] = str(stub_library(driver, *flags))
-    command = [str(program), str(DRIVERS[driver]), str(ROUNDS)]
+        library = stub_library(driver, *SANITIZERS[sanitizer])
+        environment[f"EKV_{driver.upper()}_LIBRARY"] = str(library)
+    command = [str(sanitized_program("threads", sanitizer)), str(DRIVERS[driver]), str(ROUNDS)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout == "done\n"
@@ -47,3 +42,15 @@ def test_threads_at_once_are_clean(sanitizer, driver, tmp_path):
         (end,) = events
         assert end["event"] == "unload", events
         assert end["handles"] == end["mappings"] == end["reservations"] == end["allocations"] == 0, end
+
+
+@pytest.mark.parametrize("name", test_fault_ladder.OPERATIONS)
+def test_undo_is_clean(name, monkeypatch):
+    monkeypatch.setenv(SANITIZED, str(sanitized_shim()))
+    test_fault_ladder.test_ladder_any_call_fails_state_is_kept_and_retry_succeeds(driver="hip", name=name)
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_random_operations_are_clean(driver, monkeypatch):
+    monkeypatch.setenv(SANITIZED, str(sanitized_shim()))
+    test_state_machine.test_any_sequence_of_operations_agrees_with_the_model(driver=driver)

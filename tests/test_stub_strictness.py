@@ -7,7 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from stub_lab import GRANULE, ROOT, TESTS, WARNINGS, Stub, compile_c, in_child
+from c_build import CSRC, TESTS, WARNINGS, compile_c
+from stub_lab import GRANULE, Stub, in_child
 
 CUDA_HEADERS = sorted(Path("/usr/local").glob("cuda*/include/cuda.h"))
 INVALID, OUT_OF_MEMORY, BAD_CONTEXT, ILLEGAL = 1, 2, 201, 700
@@ -18,11 +19,11 @@ def test_cuda_declarations_agree_with_the_published_header():
     include = f"-I{CUDA_HEADERS[-1].parent}"
     sources = [TESTS / "c" / "cuda_abi.c"]
     headers = [TESTS / "stubs" / "cuda_types.h"]
-    program = compile_c("cuda_abi", sources, (*WARNINGS, include), headers)
+    program = compile_c("cuda_abi", sources, (*WARNINGS, "-std=c11", include), headers)
     subprocess.run([str(program)], check=True)
     shim = TESTS / "c" / "cuda_abi_shim.c"
     flags = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", include]
-    subprocess.run(["cc", *flags, f"-I{ROOT / 'allocator' / 'csrc'}", str(shim)], check=True)
+    subprocess.run(["cc", *flags, f"-I{CSRC}", str(shim)], check=True)
 
 
 class Raw:
