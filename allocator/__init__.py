@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from allocator.extensible_tensor import ExtensibleTensor
     from allocator.layout import BlockLayout
     from allocator.pool import PoolController, extensible_kv_pool
-    from allocator.probing import Probe, memory_info, probe
+    from allocator.probing import Probe, memory_info, probe, reserved_bytes
     from allocator.torch_routing import pluggable_allocator
 
 _HOMES = {
@@ -36,6 +36,7 @@ _HOMES = {
     "memory_info": "probing",
     "pluggable_allocator": "torch_routing",
     "probe": "probing",
+    "reserved_bytes": "probing",
 }
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "memory_info",
     "pluggable_allocator",
     "probe",
+    "reserved_bytes",
 ]
 
 

@@ -18,9 +18,12 @@ from allocator.reservation import Reservation
 from allocator.shim import DRIVER_KINDS, check, ids_argument, lib
 from allocator.torch_routing import RoutingMode, driver_of, empty_cache, reserve_tensor, resolve_device
 
-__all__ = ["DEFAULT_MIN_BYTES", "PoolController", "extensible_kv_pool"]
+__all__ = ["DEFAULT_MAX_CHUNK_BYTES", "DEFAULT_MIN_BYTES", "PoolController", "extensible_kv_pool"]
 
 DEFAULT_MIN_BYTES = 1 << 20
+# Commits as fast as one chunk per segment, because zeroing overlaps mapping, and shrinks in finer steps; chunks
+# of 64 MiB take twice the time. Source: benchmarks/results, part "pool".
+DEFAULT_MAX_CHUNK_BYTES = 512 << 20
 
 
 @contextmanager
@@ -29,7 +32,7 @@ def extensible_kv_pool(
     *,
     min_bytes: int = DEFAULT_MIN_BYTES,
     predicate: Callable[[torch.Tensor], bool] | None = None,
-    max_chunk_bytes: int = 0,
+    max_chunk_bytes: int = DEFAULT_MAX_CHUNK_BYTES,
     shareable: bool = False,
 ) -> Iterator[PoolController]:
     """Make tensor factories on `device` return growable tensors inside the `with` block.
@@ -49,7 +52,7 @@ def extensible_kv_pool(
         Called with a meta tensor of the result (shape, strides, dtype); False leaves it with PyTorch.
     max_chunk_bytes : int
         The largest piece of physical memory taken at once, rounded up to the granularity, and so the step in
-        which `shrink` can give back. 0: one piece per segment and commit, which commits fastest.
+        which `shrink` can give back. 0: one piece per segment and commit.
     shareable : bool
         Ask for memory that other processes and network cards can be given; the best kind that really
         allocates is used.
@@ -95,7 +98,13 @@ class PoolController:
     `bind` and the operations on memory take turns.
     """
 
-    def __init__(self, device: torch.device, *, max_chunk_bytes: int = 0, shareable: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        max_chunk_bytes: int = DEFAULT_MAX_CHUNK_BYTES,
+        shareable: bool = False,
+    ) -> None:
         self.device = device
         self.max_chunk_bytes = max_chunk_bytes
         self.shareable = shareable

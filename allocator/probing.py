@@ -10,7 +10,7 @@ from allocator.errors import EkvError
 from allocator.shim import DRIVER_KINDS, HANDLE_KINDS, check, ffi, lib
 from allocator.torch_routing import driver_of, resolve_device
 
-__all__ = ["Probe", "memory_info", "probe"]
+__all__ = ["Probe", "memory_info", "probe", "reserved_bytes"]
 
 _REASON_BYTES = 1024
 
@@ -82,3 +82,11 @@ def memory_info(device: torch.device | str | int | None = None) -> tuple[int, in
     free, total = ffi.new("uint64_t *"), ffi.new("uint64_t *")
     check(lib.ekv_memory_info(driver, index, free, total))
     return free[0], total[0]
+
+
+def reserved_bytes(device: torch.device | str | int | None = None) -> int:
+    """Return the bytes of addresses that this process holds on `device`, backed or not.
+
+    PyTorch's counters take them for memory, also those of dead tensors, which it keeps for the next one.
+    """
+    return int(lib.ekv_reserved_bytes(*driver_of(resolve_device(device))))

@@ -72,9 +72,11 @@ def pluggable_allocator() -> torch.cuda.memory.CUDAPluggableAllocator:
 
 def empty_cache(device: torch.device) -> None:
     """Give what PyTorch caches on `device` back to it."""
-    if device.type == "cuda" and torch.cuda.is_initialized() and _has_caching_allocator():
-        with torch.cuda.device(device):
-            torch.cuda.empty_cache()
+    if device.type == "cuda" and torch.cuda.is_initialized():
+        _collect()
+        if _has_caching_allocator():
+            with torch.cuda.device(device):
+                torch.cuda.empty_cache()
 
 
 def reserve_tensor(
@@ -124,6 +126,7 @@ def _reserve_on_gpu(
     max_chunk_bytes: int,
     shareable: bool,
 ) -> tuple[torch.Tensor, Reservation]:
+    _collect()
     mempool = _mempool(device, shareable) if _has_caching_allocator() else None
     check(lib.ekv_route_begin(device.index, max_chunk_bytes, shareable))
     with torch._C.DisableTorchFunction():
@@ -170,6 +173,12 @@ def _adopt(tensor: torch.Tensor, max_chunk_bytes: int) -> int:
 def _on_storage_death(reservation_id: int) -> None:
     """Give the memory back at once; PyTorch keeps the addresses for the next growable tensor."""
     lib.ekv_retire(reservation_id, torch.cuda.is_current_stream_capturing())
+
+
+def _collect() -> None:
+    """Give back what died while a graph was being captured; waits for the device if there is any."""
+    if not torch.cuda.is_current_stream_capturing():
+        lib.ekv_collect()
 
 
 def _has_caching_allocator() -> bool:

@@ -1,8 +1,8 @@
 """Starts one engine after another without importing vLLM each time: `python benchmarks/engine_server.py`.
 
 A line of JSON on stdin names ``job``, ``answer`` and ``log`` (files; see tests/engine_runner.py) and ``env``;
-the engine runs in a fork of this process, which has vLLM imported but has never touched the device.  The answer
-on stdout is the exit status of the engine's process.
+the engine runs in a fork of this process, which has vLLM imported but has never touched the device.  The
+answer on stdout is the exit status of the engine's process.
 """
 
 import importlib

@@ -30,12 +30,6 @@ GIB = 1 << 30
 UTILIZATION = 0.9
 FLAG = {"extensible_kv_cache": True}
 PROMPTS = [[(7 * i + j * (i + 3)) % 1999 + 300 for j in range(20 + 40 * i)] for i in range(16)]
-BASE = {
-    "max_model_len": 4096,
-    "gpu_memory_utilization": UTILIZATION,
-    "enable_prefix_caching": False,
-    "seed": 0,
-}
 CONFIGURATIONS = [(runner, layout) for runner in ("V2", "V1") for layout in ("LBHNC", "LHBNC", "BLHNC")]
 
 
@@ -45,6 +39,7 @@ def main() -> int:
     )
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--layers", type=int, default=28, help="of the model, which has Qwen3-0.6B's shape")
     parser.add_argument("--repeats", type=int, default=3, help="starts of each kind in the part startup")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
@@ -53,7 +48,9 @@ def main() -> int:
         records: list[dict[str, Any]] = []
         for item in PARTS[part](args):
             records.append(item)
-            data = results.build(records, command=f"python benchmarks/gpu_proof.py --parts {part}")
+            data = results.build(
+                records, command=f"python benchmarks/gpu_proof.py --parts {part} --layers {args.layers}"
+            )
             results.write(args.output / f"{part}.json", data)  # again after each record: a run may be cut off
         results.print_table(data)
         failed += results.failed(data)
@@ -89,7 +86,7 @@ def identity(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Tokens and logprobs with the flag against without, for both runners and three layouts, with graphs."""
     for runner, layout in CONFIGURATIONS:
         env = {"VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "V2" else "0", "VLLM_KV_CACHE_LAYOUT": layout}
-        llm = {**BASE, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+        llm = {**base(args), "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
         steps = [
             {"do": "generate", "prompts": PROMPTS, "max_tokens": 64},
             {"do": "load", "num_prompts": 64, "prompt_tokens": 1000, "max_tokens": 8},
@@ -104,7 +101,8 @@ def startup(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Full-width load against the budget, then alternating starts with warm compile caches."""
     load = {"do": "load", "num_prompts": 600, "prompt_tokens": 2000, "max_tokens": 32, "seconds": 20}
     steps = [{"do": "generate", "prompts": PROMPTS, "max_tokens": 64}, load, {"do": "figures"}]
-    flag, stock = (run_engine(BASE, steps, {}, on) for on in (True, False))
+    llm = base(args)
+    flag, stock = (run_engine(llm, steps, {}, on) for on in (True, False))
     yield from compare("startup", stock, flag)
     if flag["error"] or stock["error"]:
         return
@@ -129,7 +127,7 @@ def startup(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     starts: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(args.repeats):
         for on in (True, False):
-            run = run_engine(BASE, [{"do": "figures"}], {}, on)
+            run = run_engine(llm, [{"do": "figures"}], {}, on)
             seconds[on].append(run["seconds"]["initialize_kv_caches"])
             starts[on].append(run["seconds"]["start"])
     yield results.from_samples("engine_init_flag_s", seconds[True], "s")
@@ -187,7 +185,7 @@ def run_engine(
     llm: dict[str, Any], steps: list[dict[str, Any]], env: dict[str, str], on: bool
 ) -> dict[str, Any]:
     """One engine in its own process; its answer, its log's lines, and what the device lost at the peak."""
-    job = {"llm": {"model": str(model_path()), **llm}, "steps": steps}
+    job = {"llm": llm, "steps": steps}
     if on:
         job["llm"]["additional_config"] = FLAG
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "1", **env}
@@ -280,12 +278,26 @@ def used_note(run: dict[str, Any]) -> str:
     )
 
 
-def model_path() -> Path:
-    """The shape of Qwen3-0.6B with random weights, made once a machine."""
-    path = Path(tempfile.gettempdir()) / "ekv-qwen3-0.6b"
+def base(args: argparse.Namespace) -> dict[str, Any]:
+    """The keywords of `vllm.LLM` that every engine has."""
+    return {
+        "model": str(model_path(args.layers)),
+        "max_model_len": 4096,
+        "gpu_memory_utilization": UTILIZATION,
+        "enable_prefix_caching": False,
+        "seed": 0,
+    }
+
+
+def model_path(layers: int) -> Path:
+    """Qwen3-0.6B's shape, cut to `--layers` layers, with random weights; made once a machine."""
+    path = Path(tempfile.gettempdir()) / f"ekv-qwen3-0.6b-{layers}"
     if not (path / "model.safetensors").exists():
-        command = [sys.executable, "-m", "vllm_integration.tiny_model", str(path), "qwen3-0.6b"]
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        sizes = f"shape='qwen3-0.6b', layers={layers}"
+        code = (
+            f"from vllm_integration.tiny_model import make_tiny_model as make; make({str(path)!r}, {sizes})"
+        )
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)  # no CUDA context in this process
     return path
 
 

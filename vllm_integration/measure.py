@@ -39,13 +39,15 @@ def free_bytes(device: Any) -> int:
 def own_bytes(device: Any) -> int:
     """Return what this process is known to hold: the least that can count against its budget.
 
-    On a GPU these are the bytes that PyTorch's allocators hold, reservations included; on a CPU the resident
-    memory that is not shared, which leaves out what the host driver backs.
+    On a GPU these are the bytes that PyTorch's allocators hold, less the addresses that it takes for memory;
+    on a CPU the resident memory that is not shared, which leaves out what the host driver backs.
     """
     if device.type == "cuda":
         import torch
 
-        return int(torch.cuda.memory_reserved(device))
+        from allocator import reserved_bytes
+
+        return int(torch.cuda.memory_reserved(device)) - reserved_bytes(device)
     with open("/proc/self/status", encoding="ascii") as status:
         sizes = dict(line.split(":", 1) for line in status)
     return sum(int(sizes[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))

@@ -156,13 +156,10 @@ class ExtensibleWorker:
         settings = {"min_bytes": size}
         if cache.options.max_chunk_bytes is not None:
             settings["max_chunk_bytes"] = cache.options.max_chunk_bytes
-        counted = measure.own_bytes(self.device)
         with cache.stage("reserve"):
             with extensible_kv_pool(self.device, **settings) as pool:
                 caches = original(*args, **kwargs)
             cache.adopt(pool, plan.num_blocks, size)
-            if self.device.type == "cuda":
-                cache.counted_bytes = measure.own_bytes(self.device) - counted
             cache.num_views = allocation.bind_views(pool, caches, plan.num_blocks)
         blocks = cache.options.warmup_blocks or warmup_blocks(
             self, worker_config, plan.num_blocks, cache.bytes_per_block, cache.prefix_limit_bytes(self)

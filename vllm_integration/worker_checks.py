@@ -45,25 +45,18 @@ def reservable_bytes(device: Any, wanted_bytes: int, least_bytes: int) -> int:
 
     Returns 0 when not even `least_bytes` can. Tries it for real, and gives the addresses back.
     """
-    import torch
-
-    from allocator import extensible_kv_pool
     from allocator.errors import EkvError
+    from allocator.reservation import Reservation
+    from allocator.torch_routing import driver_of
 
     while wanted_bytes > 0:
-        pool = None
         try:
-            with extensible_kv_pool(device, min_bytes=1) as pool:
-                trial = torch.empty(wanted_bytes, dtype=torch.int8, device=device)
-            del trial
+            Reservation.reserve(*driver_of(device), wanted_bytes).unreserve()
             return wanted_bytes
-        except (EkvError, MemoryError, RuntimeError):
+        except EkvError:
             if wanted_bytes <= least_bytes:
                 return 0
             wanted_bytes = max(least_bytes, wanted_bytes * 3 // 4)
-        finally:
-            if pool is not None:
-                pool.free()
     return 0
 
 

@@ -25,7 +25,6 @@ class WorkerCache:
         self.num_views = 0
         self.prefix_blocks = 0
         self.bytes_per_block = 0
-        self.counted_bytes = 0  # how much of the reservation PyTorch counts as its own
         self.stock_bytes: int | None = None
         self.stock_error: AssertionError | None = None
         self.set_aside_bytes = 0  # kept for the front end's decoders
@@ -146,7 +145,7 @@ class WorkerCache:
         """Return the bytes that the cache may hold, 0 where nothing is left, and those in use without it."""
         from allocator.sizing import SizingError, kv_budget_bytes
 
-        own = measure.own_bytes(device) - self.counted_bytes + self.context_bytes
+        own = measure.own_bytes(device) + self.context_bytes
         # vLLM sizes a CPU's cache by what this process holds, and a GPU's by what the device has lost.
         initial_free = free + committed if device.type == "cpu" else self.initial_free_bytes
         used = max(own, initial_free - free - committed)

@@ -78,6 +78,10 @@ int ekv_unreserve(uint64_t id);
  * device would spoil a stream capture, is finished at a later call. */
 int ekv_retire(uint64_t id, int defer);
 int ekv_adopt(uint64_t address, uint64_t max_chunk_bytes, uint64_t *id);
+/* Finishes what was deferred or failed; what fails again stays for the next call. */
+void ekv_collect(void);
+/* Bytes of addresses on a device, retired ones included: what another allocator counts as its own. */
+uint64_t ekv_reserved_bytes(int driver, int device);
 int ekv_get_info(uint64_t id, ekv_reservation_info *info);
 int ekv_get_chunks(uint64_t id, ekv_chunk_info *chunks, size_t capacity, size_t *num_chunks);
 size_t ekv_num_reservations(void); /* without retired ones */

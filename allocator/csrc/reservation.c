@@ -170,6 +170,26 @@ void ekv_retry_locked(void)
     }
 }
 
+void ekv_collect(void)
+{
+    if (ekv_enter())
+        return;
+    ekv_retry_locked();
+    ekv_leave();
+}
+
+uint64_t ekv_reserved_bytes(int driver, int device)
+{
+    uint64_t bytes = 0;
+    if (ekv_enter())
+        return 0;
+    for (reservation *r = reservations; r; r = r->next)
+        if (r->device->driver->kind == driver && r->device->ordinal == device)
+            bytes += r->size;
+    ekv_leave();
+    return bytes;
+}
+
 int ekv_retire(uint64_t id, int defer)
 {
     reservation *r;
