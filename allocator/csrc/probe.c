@@ -15,13 +15,15 @@ static int try_backing(ekv_device *device, uint64_t granularity)
         created = !driver->create(device, EKV_HANDLE_NONE, granularity, &handle);
     if (created)
         mapped = !driver->map(device, address, granularity, handle);
-    if (mapped && !driver->set_access(device, address, granularity) && !driver->zero(device, address, granularity))
-        driver->zero_wait(device);
-    if (mapped)
+    if (mapped && !driver->set_access(device, address, granularity) && !driver->zero(device, address, granularity) &&
+        driver->zero_wait(device))
+        driver->synchronize(device); /* nothing may be unmapped while it is being zeroed */
+    /* Each undo step that is refused is tried once more: nobody else will. */
+    if (mapped && driver->unmap(device, address, granularity))
         driver->unmap(device, address, granularity);
-    if (created)
+    if (created && driver->release(device, handle, granularity))
         driver->release(device, handle, granularity);
-    if (reserved)
+    if (reserved && driver->unreserve(device, address, granularity))
         driver->unreserve(device, address, granularity);
     return ekv_error_status();
 }

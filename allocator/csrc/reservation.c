@@ -65,8 +65,10 @@ int ekv_pick_handle_kind(ekv_device *device, int *kind, uint64_t *granularity, c
         code = driver->granularity(device, *kind, false, granularity);
         if (!code)
             code = driver->create(device, *kind, *granularity, &handle);
+        if (!code && driver->release(device, handle, *granularity)) /* once more: nobody else will */
+            driver->release(device, handle, *granularity);
         if (!code)
-            return driver->release(device, handle, *granularity) ? ekv_error_status() : EKV_OK;
+            return ekv_error_status();
         if (code == driver->out_of_memory_code && *kind != EKV_HANDLE_FABRIC)
             return ekv_error_status();
         if (*kind == EKV_HANDLE_NONE)
