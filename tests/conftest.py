@@ -50,12 +50,13 @@ def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine_env() -> dict[str, str]:
-    """Environment for a process with an engine: nothing from a hub, no usage statistics."""
+    """Environment for a process with an engine: loopback only, no hub, no usage statistics."""
     return {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
         "PYTHONFAULTHANDLER": "1",
     }
 
