@@ -9,26 +9,19 @@ is sampled from this process, which never makes a CUDA context.
 """
 
 import argparse
-import json
-import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from engines import ROOT, UTILIZATION, budget_left, model_path, run_engine, story, used_note
+
 from allocator import results
 
-ROOT = Path(__file__).resolve().parent.parent
-GIB = 1 << 30
-UTILIZATION = 0.9
-FLAG = {"extensible_kv_cache": True}
 PROMPTS = [[(7 * i + j * (i + 3)) % 1999 + 300 for j in range(20 + 40 * i)] for i in range(16)]
 CONFIGURATIONS = [(runner, layout) for runner in ("V2", "V1") for layout in ("LBHNC", "LHBNC", "BLHNC")]
 
@@ -40,6 +33,7 @@ def main() -> int:
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--layers", type=int, default=28, help="of the model, which has Qwen3-0.6B's shape")
+    parser.add_argument("--configurations", help="of the part identity: V2_LBHNC,V1_LHBNC,...; default all")
     parser.add_argument("--repeats", type=int, default=3, help="starts of each kind in the part startup")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
@@ -85,6 +79,8 @@ def pool(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def identity(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Tokens and logprobs with the flag against without, for both runners and three layouts, with graphs."""
     for runner, layout in CONFIGURATIONS:
+        if f"{runner}_{layout}" not in (args.configurations or f"{runner}_{layout}").split(","):
+            continue
         env = {"VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "V2" else "0", "VLLM_KV_CACHE_LAYOUT": layout}
         llm = {**base(args), "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
         steps = [
@@ -93,7 +89,7 @@ def identity(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             {"do": "figures"},
         ]
         name = f"{runner}_{layout}"
-        stock, flag = (run_engine(llm, steps, env, on) for on in (False, True))
+        stock, flag = (run_engine(llm, steps, env, on, args.output / "engines.log") for on in (False, True))
         yield from compare(name, stock, flag)
 
 
@@ -102,7 +98,7 @@ def startup(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     load = {"do": "load", "num_prompts": 600, "prompt_tokens": 2000, "max_tokens": 32, "seconds": 20}
     steps = [{"do": "generate", "prompts": PROMPTS, "max_tokens": 64}, load, {"do": "figures"}]
     llm = base(args)
-    flag, stock = (run_engine(llm, steps, {}, on) for on in (True, False))
+    flag, stock = (run_engine(llm, steps, {}, on, args.output / "engines.log") for on in (True, False))
     yield from compare("startup", stock, flag)
     if flag["error"] or stock["error"]:
         return
@@ -127,7 +123,7 @@ def startup(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     starts: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(args.repeats):
         for on in (True, False):
-            run = run_engine(llm, [{"do": "figures"}], {}, on)
+            run = run_engine(llm, [{"do": "figures"}], {}, on, args.output / "engines.log")
             seconds[on].append(run["seconds"]["initialize_kv_caches"])
             starts[on].append(run["seconds"]["start"])
     yield results.from_samples("engine_init_flag_s", seconds[True], "s")
@@ -172,109 +168,10 @@ def compare(name: str, stock: dict[str, Any], flag: dict[str, Any]) -> Iterator[
         "s",
         note=f"stock {stock['seconds']['initialize_kv_caches']:.2f}; compile caches not controlled",
     )
-    story = [
-        line.split("Extensible KV cache: ")[1] for line in flag["log"] if "Extensible KV cache: " in line
-    ]
-    grown = any("committed" in line for line in story)
+    told, untold = story(flag), story(stock)
+    grew = any("committed" in line for line in told) and not untold
     yield results.record(
-        f"{name}_flag_grew", grown, "", limit=True, better="equal", note=" | ".join(story)[:1500]
-    )
-
-
-def run_engine(
-    llm: dict[str, Any], steps: list[dict[str, Any]], env: dict[str, str], on: bool
-) -> dict[str, Any]:
-    """One engine in its own process; its answer, its log's lines, and what the device lost at the peak."""
-    job = {"llm": llm, "steps": steps}
-    if on:
-        job["llm"]["additional_config"] = FLAG
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "1", **env}
-    with tempfile.TemporaryDirectory() as folder:
-        files = {name: str(Path(folder) / name) for name in ("job", "answer", "log")}
-        Path(files["job"]).write_text(json.dumps(job))
-        with sampled_use() as use:
-            status = ENGINES.run({**files, "env": environment})
-        lines = Path(files["log"]).read_text(errors="replace").splitlines()
-        if Path(files["answer"]).exists():
-            answer = json.loads(Path(files["answer"]).read_text())
-        else:
-            answer = {"error": {"type": "exit", "text": str(status)}, "results": [], "seconds": {}}
-    label = f"{'flag' if on else 'stock'} {env}"
-    print(label, answer["error"] or answer["seconds"], "peak", use, "exit", status, flush=True)
-    if answer["error"]:
-        print("\n".join(lines[-60:]), flush=True)
-    return {**answer, "log": lines, "use": use, "exit": status}
-
-
-class Engines:
-    """`engine_server.py`, started at the first use."""
-
-    process: subprocess.Popen[str] | None = None
-
-    def run(self, request: dict[str, Any]) -> int:
-        """Run one engine and return its exit status."""
-        if self.process is None:
-            env = {
-                **os.environ,
-                "HF_HUB_OFFLINE": "1",
-                "VLLM_USE_FLASHINFER_SAMPLER": "0",
-                "VLLM_NO_USAGE_STATS": "1",
-            }
-            command = [sys.executable, str(ROOT / "benchmarks" / "engine_server.py")]
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env
-            )
-            self._answer()
-        assert self.process.stdin
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        return int(self._answer())
-
-    def _answer(self) -> str:
-        assert self.process and self.process.stdout
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"the engine server ended with status {self.process.wait()}")
-        return line.strip()
-
-
-ENGINES = Engines()
-
-
-@contextmanager
-def sampled_use() -> Iterator[dict[str, int]]:
-    """Sample the first device's free memory every 5 ms: what the block's processes take at their peak."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-    free = lambda: int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)  # noqa: E731
-    before, use, stop = free(), {"peak_bytes": 0}, threading.Event()
-
-    def sample() -> None:
-        while not stop.wait(0.005):
-            use["peak_bytes"] = max(use["peak_bytes"], before - free())
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    try:
-        yield use
-    finally:
-        stop.set()
-        thread.join()
-        time.sleep(1.0)  # the driver clears what was freed in the background
-
-
-def budget_left(run: dict[str, Any]) -> float:
-    total = run["results"][-1]["device_total_bytes"]
-    return (UTILIZATION * total - run["use"]["peak_bytes"]) / GIB
-
-
-def used_note(run: dict[str, Any]) -> str:
-    total = run["results"][-1]["device_total_bytes"]
-    return (
-        f"budget {UTILIZATION * total / GIB:.3f} GiB ({UTILIZATION} of {total / GIB:.3f}), peak of the "
-        f"process {run['use']['peak_bytes'] / GIB:.3f} GiB, its CUDA context included, NVML every 5 ms"
+        f"{name}_only_the_flag_grew", grew, "", limit=True, better="equal", note=" | ".join(told)[:1500]
     )
 
 
@@ -287,18 +184,6 @@ def base(args: argparse.Namespace) -> dict[str, Any]:
         "enable_prefix_caching": False,
         "seed": 0,
     }
-
-
-def model_path(layers: int) -> Path:
-    """Qwen3-0.6B's shape, cut to `--layers` layers, with random weights; made once a machine."""
-    path = Path(tempfile.gettempdir()) / f"ekv-qwen3-0.6b-{layers}"
-    if not (path / "model.safetensors").exists():
-        sizes = f"shape='qwen3-0.6b', layers={layers}"
-        code = (
-            f"from vllm_integration.tiny_model import make_tiny_model as make; make({str(path)!r}, {sizes})"
-        )
-        subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)  # no CUDA context in this process
-    return path
 
 
 PARTS = {"pool-tests": pool_tests, "pool": pool, "identity": identity, "startup": startup}

@@ -1,0 +1,137 @@
+"""Engines for the benchmarks: each in a process of its own, with the device's use sampled from outside."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+GIB = 1 << 30
+UTILIZATION = 0.9
+FLAG = {"extensible_kv_cache": True}
+# Progress bars and the like; everything else of an engine's log is kept.
+NOISE = re.compile(r"Capturing CUDA graphs|Loading safetensors|it/s\]|^\s*$")
+
+
+def run_engine(
+    llm: dict[str, Any], steps: list[dict[str, Any]], env: dict[str, str], on: bool, log_file: Path
+) -> dict[str, Any]:
+    """One engine in its own process; its answer, its log's lines, and what the device lost at the peak."""
+    job = {"llm": {**llm, "additional_config": FLAG} if on else llm, "steps": steps}
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "1", **env}
+    with tempfile.TemporaryDirectory() as folder:
+        files = {name: str(Path(folder) / name) for name in ("job", "answer", "log")}
+        Path(files["job"]).write_text(json.dumps(job))
+        with sampled_use() as use:
+            status = ENGINES.run({**files, "env": environment})
+        lines = Path(files["log"]).read_text(errors="replace").splitlines()
+        if Path(files["answer"]).exists():
+            answer = json.loads(Path(files["answer"]).read_text())
+        else:
+            answer = {"error": {"type": "exit", "text": str(status)}, "results": [], "seconds": {}}
+    label = f"{'flag' if on else 'stock'} {env}"
+    print(label, answer["error"] or answer["seconds"], "peak", use, "exit", status, flush=True)
+    kept = [line for line in lines if not NOISE.search(line)]
+    with log_file.open("a") as log:
+        log.write("\n".join([f"==== {label} {llm}", *kept, ""]))
+    if answer["error"]:
+        print("\n".join(kept[-60:]), flush=True)
+    return {**answer, "log": lines, "use": use, "exit": status}
+
+
+class Engines:
+    """`engine_server.py`, started at the first use."""
+
+    process: subprocess.Popen[str] | None = None
+
+    def run(self, request: dict[str, Any]) -> int:
+        """Run one engine and return its exit status."""
+        if self.process is None:
+            env = {
+                **os.environ,
+                "HF_HUB_OFFLINE": "1",
+                "VLLM_USE_FLASHINFER_SAMPLER": "0",
+                "VLLM_NO_USAGE_STATS": "1",
+            }
+            command = [sys.executable, str(ROOT / "benchmarks" / "engine_server.py")]
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env
+            )
+            self._answer()
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return int(self._answer())
+
+    def _answer(self) -> str:
+        assert self.process and self.process.stdout
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the engine server ended with status {self.process.wait()}")
+        return line.strip()
+
+
+ENGINES = Engines()
+
+
+@contextmanager
+def sampled_use() -> Iterator[dict[str, int]]:
+    """Sample the first device's free memory every 5 ms: what the block's processes take at their peak."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    free = lambda: int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)  # noqa: E731
+    before, use, stop = free(), {"peak_bytes": 0}, threading.Event()
+
+    def sample() -> None:
+        while not stop.wait(0.005):
+            use["peak_bytes"] = max(use["peak_bytes"], before - free())
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield use
+    finally:
+        stop.set()
+        thread.join()
+        time.sleep(1.0)  # the driver clears what was freed in the background
+
+
+def story(run: dict[str, Any]) -> list[str]:
+    """What the plugin logged: nothing without the flag."""
+    parts = [line.split("Extensible KV cache: ", 1) for line in run["log"]]
+    return [part[1] for part in parts if len(part) > 1]
+
+
+def budget_left(run: dict[str, Any]) -> float:
+    total = run["results"][-1]["device_total_bytes"]
+    return (UTILIZATION * total - run["use"]["peak_bytes"]) / GIB
+
+
+def used_note(run: dict[str, Any]) -> str:
+    total = run["results"][-1]["device_total_bytes"]
+    return (
+        f"budget {UTILIZATION * total / GIB:.3f} GiB ({UTILIZATION} of {total / GIB:.3f}), peak of the "
+        f"process {run['use']['peak_bytes'] / GIB:.3f} GiB, its CUDA context included, NVML every 5 ms"
+    )
+
+
+def model_path(layers: int) -> Path:
+    """Qwen3-0.6B's shape, cut to `--layers` layers, with random weights; made once a machine."""
+    path = Path(tempfile.gettempdir()) / f"ekv-qwen3-0.6b-{layers}"
+    if not (path / "model.safetensors").exists():
+        sizes = f"shape='qwen3-0.6b', layers={layers}"
+        code = (
+            f"from vllm_integration.tiny_model import make_tiny_model as make; make({str(path)!r}, {sizes})"
+        )
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)  # no CUDA context in this process
+    return path
