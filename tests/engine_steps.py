@@ -5,7 +5,10 @@
 JOB's ``neighbour`` ({"after": stage, "bytes": n}): another pool takes n bytes when that stage has ended.
 """
 
+from contextlib import ExitStack
 from typing import Any
+
+NEIGHBOURS = ExitStack()
 
 
 def zeroed(llm: Any, prompt: list[int], after: int, max_tokens: int = 16) -> list[int]:
@@ -54,7 +57,7 @@ def start_neighbour(after: str, bytes: int) -> None:
             taken.append(ExtensibleTensor(bytes, "cpu"))
             taken[0].resize_(bytes)
 
-    stages.listen(listener).__enter__()
+    NEIGHBOURS.enter_context(stages.listen(listener))
 
 
 def _worker(llm: Any) -> Any:

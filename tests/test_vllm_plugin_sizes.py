@@ -1,0 +1,185 @@
+"""Sizes that were asked for, sizes that do not fit, neighbours, and what makes the plugin stand aside."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from test_vllm_plugin import ENV, FLAG, MIB, PROMPTS, SMALL, SNAPSHOT, check_engine_is_consistent, warnings_of
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(280)]
+
+Run = Callable[..., dict[str, Any]]
+FIGURES, VIEWS = {"do": "figures"}, {"do": "views"}
+GENERATE = {"do": "generate", "prompts": PROMPTS[:4], "max_tokens": 8}
+# Of the tiny model in float32: 4 layers, keys and values, 2 heads of 64, 128 tokens.
+BLOCK_BYTES = 4 * 2 * 2 * 64 * 4 * 128
+# A granule for each block and segment, so that no granule is shared and sizes are whole numbers of blocks.
+GRANULE = {"EKV_HOST_GRANULARITY": str(BLOCK_BYTES // 4)}
+NO_MARGIN = {"additional_config": {"extensible_kv_cache": {"margin_bytes": 0}}}
+
+
+def start(
+    run_engine: Run,
+    llm: dict[str, Any],
+    *steps: dict[str, Any],
+    env: dict[str, str] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    return run_engine(SMALL | FLAG | llm, list(steps), ENV | (env or {}), import_first=True, **options)
+
+
+def budget(mib: int) -> dict[str, str]:
+    return {**GRANULE, "EKV_HOST_BUDGET": str(mib * MIB)}
+
+
+def test_explicit_bytes_are_committed_exactly(run_engine: Run) -> None:
+    answer = start(run_engine, {"kv_cache_memory_bytes": 32 * MIB}, GENERATE, FIGURES, SNAPSHOT)
+    assert answer["error"] is None
+    figures, (snapshot,) = answer["results"][1:]
+    assert figures["num_gpu_blocks"] == 32 * MIB // BLOCK_BYTES == 64
+    assert snapshot["committed_blocks"] == snapshot["capacity_blocks"] == 64
+    check_engine_is_consistent(figures, [snapshot])
+
+
+def test_explicit_bytes_work_where_utilization_would_not(run_engine: Run) -> None:
+    """Case 10: an explicit size is authoritative."""
+    answer = start(
+        run_engine, {"kv_cache_memory_bytes": 8 * MIB, "gpu_memory_utilization": 0.001}, GENERATE, FIGURES
+    )
+    assert answer["error"] is None
+    assert answer["results"][1]["num_gpu_blocks"] == 16
+
+
+def test_explicit_bytes_that_do_not_fit_are_named(run_engine: Run) -> None:
+    """Case 11: after warm-up, before any load."""
+    answer = start(run_engine, {"kv_cache_memory_bytes": 64 * MIB}, GENERATE, env=budget(48))
+    error = answer["error"]
+    assert error["type"] == "SizingError"
+    assert f"128 blocks that was asked for takes {64 * MIB} bytes" in error["text"]
+    assert f"rank 0 has {48 * MIB} bytes left" in error["text"]
+    assert "at most 96 blocks fit" in error["text"]
+
+
+def test_override_is_committed_exactly(run_engine: Run) -> None:
+    answer = start(run_engine, {"num_gpu_blocks_override": 20}, GENERATE, FIGURES, SNAPSHOT)
+    assert answer["error"] is None
+    assert answer["results"][1]["num_gpu_blocks"] == 20
+    check_engine_is_consistent(*answer["results"][1:])
+
+
+def test_override_too_small_for_one_request_names_both_numbers(run_engine: Run) -> None:
+    """Case 12: 512 tokens are 4 blocks and the null block."""
+    error = start(run_engine, {"num_gpu_blocks_override": 1}, GENERATE)["error"]
+    assert error["type"] == "SizingError"
+    assert "One request of max_model_len 512 needs 5 blocks" in error["text"]
+    assert "num_gpu_blocks_override allows 1" in error["text"]
+
+
+def test_auto_length_is_fitted_again_to_the_final_size(run_engine: Run) -> None:
+    """Case 13: the reservation would hold the model's 8,192 tokens, what is free does not."""
+    answer = start(
+        run_engine,
+        {"max_model_len": -1} | NO_MARGIN,
+        GENERATE,
+        FIGURES,
+        SNAPSHOT,
+        VIEWS,
+        env=budget(16),
+    )
+    assert answer["error"] is None
+    figures, snapshots, view = answer["results"][1:]
+    assert figures["num_gpu_blocks"] == 16 * MIB // BLOCK_BYTES
+    assert figures["max_model_len"] == (figures["num_gpu_blocks"] - 1) * 128
+    assert view["max_model_len"] == figures["max_model_len"]
+    check_engine_is_consistent(figures, snapshots)
+
+
+def test_too_little_for_one_request_names_both_numbers(run_engine: Run) -> None:
+    answer = start(
+        run_engine,
+        {"max_model_len": 4096} | NO_MARGIN,
+        GENERATE,
+        env=budget(8),
+    )
+    error = answer["error"]
+    assert error["type"] == "SizingError"
+    assert "One request of max_model_len 4096 needs 33 blocks" in error["text"]
+    assert "16 fit: of " in error["text"]
+
+
+def test_commit_that_comes_up_short_goes_on_with_what_fits(run_engine: Run) -> None:
+    """Case 29: a neighbour takes memory between the measurement and the commit."""
+    answer = start(
+        run_engine,
+        NO_MARGIN,
+        GENERATE,
+        FIGURES,
+        SNAPSHOT,
+        env=budget(64),
+        neighbour={"after": "measure", "bytes": 24 * MIB},
+    )
+    assert answer["error"] is None
+    figures, snapshots = answer["results"][1:]
+    assert figures["num_gpu_blocks"] == 40 * MIB // BLOCK_BYTES
+    check_engine_is_consistent(figures, snapshots)
+    (warning,) = [line for line in answer["log"].splitlines() if "could not back" in line]
+    assert "rank 0 could not back 128 blocks" in warning
+    assert "going on with 80 blocks" in warning
+
+
+def test_commit_that_comes_up_too_short_names_rank_call_and_code(run_engine: Run) -> None:
+    """Case 19: what is left does not serve one request; no rank keeps more than its prefix."""
+    options = {"extensible_kv_cache": {"margin_bytes": 0, "warmup_blocks": 2}}
+    answer = start(
+        run_engine,
+        {"additional_config": options},
+        GENERATE,
+        env=budget(64),
+        neighbour={"after": "measure", "bytes": 62 * MIB},
+    )
+    error = answer["error"]
+    assert error["type"] == "SizingError"
+    assert "rank 0 could not back 128 blocks of the KV cache: host: " in error["text"]
+    assert "4 blocks would fit now, and one request of max_model_len 512 needs 5" in error["text"]
+
+
+def test_neighbour_that_takes_memory_before_the_measurement_makes_the_cache_smaller(run_engine: Run) -> None:
+    answer = start(
+        run_engine,
+        NO_MARGIN,
+        GENERATE,
+        FIGURES,
+        SNAPSHOT,
+        env=budget(64),
+        neighbour={"after": "prefix", "bytes": 32 * MIB},
+    )
+    assert answer["error"] is None
+    assert answer["results"][1]["num_gpu_blocks"] == 64
+    assert "could not back" not in answer["log"]
+
+
+@pytest.mark.parametrize(
+    ("llm", "env", "reason", "steps"),
+    [
+        (
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            {},
+            "the KV connector ExampleConnector",
+            [],
+        ),
+        ({}, {"EKV_HOST_GRANULARITY": "12345"}, "virtual memory is unavailable on cpu", [GENERATE]),
+    ],
+    ids=["connector", "no-virtual-memory"],
+)
+def test_stands_aside_with_one_warning(
+    run_engine: Run, llm: dict[str, Any], env: dict[str, str], reason: str, steps: list[dict[str, Any]]
+) -> None:
+    answer = start(run_engine, llm, FIGURES, SNAPSHOT, VIEWS, *steps, env=env)
+    assert answer["error"] is None
+    (warning,) = warnings_of(answer["log"])
+    assert "falling back to vLLM's normal KV cache, because " + reason in warning
+    figures, snapshots, view = answer["results"][:3]
+    assert snapshots == [None]
+    assert view["view_blocks"] == [figures["num_gpu_blocks"]]
+    if steps:
+        assert answer["results"][3:] == run_engine(SMALL | llm, steps, ENV)["results"]
