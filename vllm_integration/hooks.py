@@ -124,7 +124,7 @@ RELIED_ON = (
         for target in (
             Target(runner, "GPUModelRunner.profile_run", (), "the widest step, again after warm-up"),
             Target(runner, "GPUModelRunner.profile_cudagraph_memory", (), "left out: it is measured"),
-            Target(runner, "GPUModelRunner._dummy_run", ("num_tokens",), "the widest step with attention"),
+            Target(runner, "GPUModelRunner._dummy_sampler_run", ("hidden_states",), "the widest logits"),
             Target(
                 runner,
                 "GPUModelRunner.initialize_kv_cache",

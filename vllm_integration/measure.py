@@ -76,6 +76,7 @@ def run_widest_step(worker: Any) -> None:
     runner = worker.model_runner
     with set_current_vllm_config(worker.vllm_config), quiet_random(worker.device):
         if worker.device.type != "cpu":
+            _run_widest_sampling(worker)
             runner.profile_run()
         elif envs.VLLM_CPU_CI_ENV:
             pass
@@ -87,6 +88,23 @@ def run_widest_step(worker: Any) -> None:
         import torch
 
         torch.cuda.synchronize(worker.device)
+
+
+def _run_widest_sampling(worker: Any) -> None:
+    """Sample the most rows first, while PyTorch's cache is empty.
+
+    The logits are the largest single tensors of a step. A cache that starts with them serves the forward pass
+    from their pieces; one that starts with the forward pass keeps its smaller pieces beside them for good.
+    """
+    import torch
+    from vllm.distributed.parallel_state import get_pp_group
+
+    runner, scheduler = worker.model_runner, worker.scheduler_config
+    if runner.is_pooling_model or not get_pp_group().is_last_rank:
+        return
+    rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    size = (rows, worker.model_config.get_hidden_size())
+    runner._dummy_sampler_run(torch.zeros(size, dtype=worker.model_config.dtype, device=worker.device))
 
 
 @contextmanager
