@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from allocator.layout import BlockLayout
     from allocator.pool import PoolController, extensible_kv_pool
     from allocator.probing import Probe, memory_info, probe, reserved_bytes
+    from allocator.sharing import ImportedPool, export, import_
     from allocator.torch_routing import pluggable_allocator
 
 _HOMES = {
@@ -32,7 +33,10 @@ _HOMES = {
     "PoolValueError": "errors",
     "Probe": "probing",
     "UnsupportedError": "errors",
+    "ImportedPool": "sharing",
+    "export": "sharing",
     "extensible_kv_pool": "pool",
+    "import_": "sharing",
     "memory_info": "probing",
     "pluggable_allocator": "torch_routing",
     "probe": "probing",
@@ -49,7 +53,10 @@ __all__ = [
     "PoolValueError",
     "Probe",
     "UnsupportedError",
+    "ImportedPool",
+    "export",
     "extensible_kv_pool",
+    "import_",
     "memory_info",
     "pluggable_allocator",
     "probe",

@@ -21,8 +21,8 @@ from allocator.torch_routing import RoutingMode, driver_of, empty_cache, reserve
 __all__ = ["DEFAULT_MAX_CHUNK_BYTES", "DEFAULT_MIN_BYTES", "PoolController", "extensible_kv_pool"]
 
 DEFAULT_MIN_BYTES = 1 << 20
-# Commits as fast as one chunk per segment, because zeroing overlaps mapping, and shrinks in finer steps; chunks
-# of 64 MiB take twice the time. Source: benchmarks/results, part "pool".
+# Commits as fast as one chunk per segment, because zeroing overlaps mapping, and shrinks in finer steps;
+# chunks of 64 MiB take twice the time. Source: benchmarks/results, part "pool".
 DEFAULT_MAX_CHUNK_BYTES = 512 << 20
 
 

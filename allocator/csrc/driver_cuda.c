@@ -71,6 +71,8 @@ enum {
     X(cuMemUnmap, unmap, (uint64_t, size_t))                                                                         \
     X(cuMemSetAccess, set_access, (uint64_t, size_t, const access_desc *, size_t))                                   \
     X(cuMemsetD8Async, memset_async, (uint64_t, unsigned char, size_t, void *))                                      \
+    X(cuMemExportToShareableHandle, export_handle, (void *, ekv_handle, int, uint64_t))                             \
+    X(cuMemImportFromShareableHandle, import_handle, (ekv_handle *, void *, int))                                    \
     X(cuMemAlloc_v2, alloc, (uint64_t *, size_t))                                                                    \
     X(cuMemFree_v2, free, (uint64_t))                                                                                \
     X(cuMemGetInfo_v2, get_info, (size_t *, size_t *))                                                               \
@@ -190,7 +192,7 @@ static allocation_prop properties(const ekv_device *device, int handle_kind)
     prop.type = 1;
     prop.location = (location){1, device->ordinal};
     if (handle_kind == EKV_HANDLE_FABRIC)
-        prop.requested_handle_types = TYPE_FABRIC;
+        prop.requested_handle_types = TYPE_FABRIC | TYPE_FD; /* other nodes take one, this one's processes the other */
     else if (handle_kind != EKV_HANDLE_NONE)
         prop.requested_handle_types = TYPE_FD;
     prop.alloc_flags.gpu_direct_rdma_capable = handle_kind == EKV_HANDLE_FD_RDMA || handle_kind == EKV_HANDLE_FABRIC;
@@ -272,6 +274,17 @@ static int cuda_gpu_direct_rdma(ekv_device *device, bool *capable)
     return code;
 }
 
+static int cuda_export_file(ekv_device *device, ekv_handle handle, int *file)
+{
+    IN_CONTEXT(device, cuMemExportToShareableHandle, 0, 0, export_handle(file, handle, TYPE_FD, 0));
+}
+
+static int cuda_import_file(ekv_device *device, int file, uint64_t size, ekv_handle *handle)
+{
+    IN_CONTEXT(device, cuMemImportFromShareableHandle, 0, size,
+               import_handle(handle, (void *)(intptr_t)file, TYPE_FD));
+}
+
 static int cuda_allocate(ekv_device *device, uint64_t size, uint64_t *address)
 {
     IN_CONTEXT(device, cuMemAlloc_v2, 0, size, alloc(address, size));
@@ -301,6 +314,8 @@ const ekv_driver ekv_cuda_driver = {
     .synchronize = cuda_synchronize,
     .memory_info = cuda_memory_info,
     .gpu_direct_rdma = cuda_gpu_direct_rdma,
+    .export_file = cuda_export_file,
+    .import_file = cuda_import_file,
     .allocate = cuda_allocate,
     .free = cuda_free,
     .error_name = cuda_error_name,

@@ -81,6 +81,8 @@ enum {
     X(hipMemUnmap, unmap, (void *, size_t))                                                                          \
     X(hipMemSetAccess, set_access, (void *, size_t, const access_desc *, size_t))                                    \
     X(hipMemsetAsync, memset_async, (void *, int, size_t, void *))                                                   \
+    X(hipMemExportToShareableHandle, export_handle, (void *, ekv_handle, int, unsigned long long))                   \
+    X(hipMemImportFromShareableHandle, import_handle, (ekv_handle *, void *, int))                                   \
     X(hipMalloc, alloc, (void **, size_t))                                                                           \
     X(hipFree, free, (void *))                                                                                       \
     X(hipMemGetInfo, get_info, (size_t *, size_t *))                                                                 \
@@ -345,17 +347,20 @@ static void see_memory_come_back(range *r)
     take_again(r);
 }
 
-static int hip_create(ekv_device *device, int handle_kind, uint64_t size, ekv_handle *handle)
+/* A handle that is new here: created where prop is given, imported from file where it is not. */
+static int take_handle(ekv_device *device, const allocation_prop *prop, int file, uint64_t size, ekv_handle *handle)
 {
-    allocation_prop prop = properties(device, handle_kind);
     backing *added = calloc(1, sizeof *added);
     scope s;
     int code;
     if (!added)
         return ekv_fail(device, "malloc", HIP_ERROR_OUT_OF_MEMORY, 0, sizeof *added);
     code = enter(device, &s);
-    if (!code)
-        code = CALL(device, hipMemCreate, 0, size, create(handle, size, &prop, 0));
+    if (!code && prop)
+        code = CALL(device, hipMemCreate, 0, size, create(handle, size, prop, 0));
+    else if (!code)
+        code = CALL(device, hipMemImportFromShareableHandle, 0, size,
+                    import_handle(handle, (void *)(intptr_t)file, TYPE_FD));
     leave(&s);
     if (code) {
         free(added);
@@ -364,6 +369,27 @@ static int hip_create(ekv_device *device, int handle_kind, uint64_t size, ekv_ha
     *added = (backing){.handle = *handle, .size = size, .next = backings};
     backings = added;
     return 0;
+}
+
+static int hip_create(ekv_device *device, int handle_kind, uint64_t size, ekv_handle *handle)
+{
+    allocation_prop prop = properties(device, handle_kind);
+    return take_handle(device, &prop, -1, size, handle);
+}
+
+static int hip_import_file(ekv_device *device, int file, uint64_t size, ekv_handle *handle)
+{
+    return take_handle(device, NULL, file, size, handle);
+}
+
+static int hip_export_file(ekv_device *device, ekv_handle handle, int *file)
+{
+    scope s;
+    int code = enter(device, &s);
+    if (!code)
+        code = CALL(device, hipMemExportToShareableHandle, 0, 0, export_handle(file, handle, TYPE_FD, 0));
+    leave(&s);
+    return code;
 }
 
 static int hip_map(ekv_device *device, uint64_t address, uint64_t size, ekv_handle handle)
@@ -542,6 +568,8 @@ const ekv_driver ekv_hip_driver = {
     .synchronize = hip_synchronize,
     .memory_info = hip_memory_info,
     .gpu_direct_rdma = hip_gpu_direct_rdma,
+    .export_file = hip_export_file,
+    .import_file = hip_import_file,
     .allocate = hip_allocate,
     .free = hip_free,
     .error_name = hip_error_name,

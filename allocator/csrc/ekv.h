@@ -86,6 +86,13 @@ int ekv_get_info(uint64_t id, ekv_reservation_info *info);
 int ekv_get_chunks(uint64_t id, ekv_chunk_info *chunks, size_t capacity, size_t *num_chunks);
 size_t ekv_num_reservations(void); /* without retired ones */
 
+/* Sharing.  Export gives a file descriptor for the chunk at index, which the caller closes.  Import backs a reservation
+ * that has segments and no memory with another process's chunks, read and write; the descriptors stay the caller's.
+ * The blocks count as committed; their memory lives until both sides have given it back. */
+int ekv_export_chunk(uint64_t id, size_t index, ekv_chunk_info *chunk, int *file);
+int ekv_import_chunks(uint64_t id, const ekv_chunk_info *chunks, const int *files, size_t num_chunks,
+                      uint64_t num_blocks);
+
 /* Devices. */
 int ekv_memory_info(int driver, int device, uint64_t *free_bytes, uint64_t *total_bytes);
 int ekv_probe(int driver, int device, ekv_probe_info *info, char *reason, size_t reason_bytes);

@@ -42,6 +42,8 @@ typedef struct ekv_driver {
     int (*synchronize)(ekv_device *device); /* all work of the device that may still use its memory */
     int (*memory_info)(ekv_device *device, uint64_t *free_bytes, uint64_t *total_bytes);
     int (*gpu_direct_rdma)(ekv_device *device, bool *capable);
+    int (*export_file)(ekv_device *device, ekv_handle handle, int *file); /* the caller closes file */
+    int (*import_file)(ekv_device *device, int file, uint64_t size, ekv_handle *handle); /* and keeps it here */
     int (*allocate)(ekv_device *device, uint64_t size, uint64_t *address); /* plain memory, for ekv_malloc */
     int (*free)(ekv_device *device, uint64_t address);
     const char *(*error_name)(int code);

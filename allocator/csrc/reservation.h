@@ -40,6 +40,8 @@ static inline uint64_t segment_end(const ekv_segment *segment, uint64_t num_bloc
     return segment->offset + (bytes < segment->size_bytes ? bytes : segment->size_bytes);
 }
 
+extern reservation *reservations; /* all of them, the newest first */
+
 /* reservation.c.  NULL and an error of kind EKV_FREED when there is none with that id. */
 reservation *reservation_find(uint64_t id);
 /* Finds several for one operation and gives their orphans another chance. */

@@ -1,0 +1,206 @@
+"""`export` and `import_`: one pool's physical memory, mapped by two processes of one machine.
+
+The memory travels as file descriptors over a Unix socket. Each side has its own addresses and gives back its
+own share: the memory itself goes when the last side has given it back, also when a side crashes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from typing import Any
+
+import torch
+
+from allocator.errors import PoolValueError
+from allocator.pool import PoolController
+from allocator.reservation import Reservation
+from allocator.shim import DRIVER_KINDS, check, ffi, ids_argument, lib
+from allocator.torch_routing import driver_of, reserve_tensor, resolve_device
+
+__all__ = ["ImportedPool", "export", "import_"]
+
+_HEADER = struct.Struct("!4sI")
+_MAGIC = b"EKV1"
+_FILES_PER_MESSAGE = 64  # the kernel takes at most 253
+
+
+def export(pool: PoolController, connection: socket.socket) -> None:
+    """Send the committed blocks of `pool` to the process at the other end, which calls `import_`.
+
+    Parameters
+    ----------
+    pool : PoolController
+        Made with `shareable=True`; on the CPU any pool. It may go on growing: the other side keeps the blocks
+        that were committed now. What it shrinks or releases stays allocated while the other side maps it.
+    connection : socket.socket
+        A connected Unix stream socket.
+
+    Raises
+    ------
+    PoolValueError
+        No block is committed, or the memory is not shareable. Nothing was sent.
+    DriverError
+        The driver cannot export a handle; the connection must be closed.
+    """
+    with pool._lock:
+        members = [(m.reservation, m.layout) for m in pool._members]
+        if not pool.committed_blocks:
+            raise PoolValueError("export of a pool with 0 committed blocks")
+        description = {
+            "driver": DRIVER_KINDS[pool._driver],
+            "device": _identity(pool.device),
+            "num_blocks": pool.committed_blocks,
+            "reservations": [
+                {
+                    "size_bytes": reservation.size_bytes,
+                    "granularity": reservation.granularity,
+                    "capacity_blocks": layout.capacity_blocks,
+                    "segments": [
+                        (s.offset, s.block_stride, size)
+                        for s, size in zip(layout.segments, layout.sizes_bytes, strict=True)
+                    ],
+                    "chunks": reservation.chunks(),
+                }
+                for reservation, layout in members
+                if layout is not None
+            ],
+        }
+        if any(r.snapshot()["handle_kind"] == "none" for r, _ in members) and pool.device.type != "cpu":
+            raise PoolValueError(
+                "export of a pool whose memory is not shareable: make it with shareable=True"
+            )
+        text = json.dumps(description).encode()
+        connection.sendall(_HEADER.pack(_MAGIC, len(text)) + text)
+        for reservation, _ in members:
+            _send_chunks(reservation, connection)
+
+
+def import_(connection: socket.socket, device: torch.device | str | int | None = None) -> ImportedPool:
+    """Map what the process at the other end exports, readable and writable.
+
+    Parameters
+    ----------
+    connection : socket.socket
+        The other end of the socket given to `export`.
+    device : torch.device, str, int or None
+        This process's name for the same device; default as for `extensible_kv_pool`.
+
+    Raises
+    ------
+    PoolValueError
+        The other end speaks of another device or driver, or closed the connection.
+    DriverError, PoolOutOfMemoryError
+        The driver failed. Everything received was given back.
+    """
+    magic, size = _HEADER.unpack(_receive(connection, _HEADER.size))
+    if magic != _MAGIC:
+        raise PoolValueError(f"not an export of this version: it begins with {magic!r}, expected {_MAGIC!r}")
+    description = json.loads(_receive(connection, size))
+    torch_device = resolve_device(device)
+    here = (DRIVER_KINDS[driver_of(torch_device)[0]], _identity(torch_device))
+    there = (description["driver"], description["device"])
+    if here != there:
+        raise PoolValueError(f"the export is of {' '.join(there)}, and {torch_device} is {' '.join(here)}")
+    pool = ImportedPool(torch_device, description["num_blocks"])
+    for item in description["reservations"]:
+        files = _receive_files(connection, len(item["chunks"]))
+        try:
+            pool._map(item, files)
+        finally:
+            for file in files:
+                os.close(file)
+    return pool
+
+
+class ImportedPool:
+    """Blocks of another process's pool. Made by `import_`; it neither grows nor shrinks.
+
+    Attributes
+    ----------
+    device : torch.device
+    committed_blocks : int
+        How many blocks there are; they may be read and written, and both sides see the same bytes.
+    tensors : list of torch.Tensor
+        One for each tensor of the exported pool, uint8 of shape `[size_bytes]`, laid out as there; bytes that
+        are not committed must not be touched. The memory lives as long as they do.
+    """
+
+    def __init__(self, device: torch.device, committed_blocks: int) -> None:
+        self.device = device
+        self.committed_blocks = committed_blocks
+        self.tensors: list[torch.Tensor] = []
+        self._reservations: list[Reservation] = []
+
+    @property
+    def physical_bytes(self) -> int:
+        """Bytes mapped by this side."""
+        return sum(r.info().physical_bytes for r in self._reservations)
+
+    def free(self) -> None:
+        """Give back this side's share. The addresses follow when the last tensor over them dies."""
+        if self._reservations:
+            check(lib.ekv_release_physical(*ids_argument([r.id for r in self._reservations])))
+        self._reservations, self.tensors, self.committed_blocks = [], [], 0
+
+    def _map(self, item: dict[str, Any], files: list[int]) -> None:
+        tensor, reservation = reserve_tensor(
+            (item["size_bytes"],), (1,), torch.uint8, self.device, max_chunk_bytes=0, shareable=True
+        )
+        if reservation.granularity != item["granularity"]:
+            raise PoolValueError(
+                f"the export has a granularity of {item['granularity']} bytes, "
+                f"here it is {reservation.granularity}"
+            )
+        reservation.set_segments(map(tuple, item["segments"]), item["capacity_blocks"])
+        chunks = ffi.new("ekv_chunk_info[]", [tuple(chunk) for chunk in item["chunks"]])
+        check(lib.ekv_import_chunks(reservation.id, chunks, files, len(files), self.committed_blocks))
+        self.tensors.append(tensor)
+        self._reservations.append(reservation)
+
+
+def _identity(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "this machine"
+
+
+def _send_chunks(reservation: Reservation, connection: socket.socket) -> None:
+    count = len(reservation.chunks())
+    for first in range(0, count, _FILES_PER_MESSAGE):
+        files: list[int] = []
+        try:
+            for index in range(first, min(first + _FILES_PER_MESSAGE, count)):
+                chunk, file = ffi.new("ekv_chunk_info *"), ffi.new("int *")
+                check(lib.ekv_export_chunk(reservation.id, index, chunk, file))
+                files.append(file[0])
+            socket.send_fds(connection, [b"F"], files)
+        finally:
+            for number in files:
+                os.close(number)
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        part = connection.recv(size - len(parts))
+        if not part:
+            raise PoolValueError(
+                f"the exporting process closed the connection after {len(parts)} of {size} bytes"
+            )
+        parts += part
+    return bytes(parts)
+
+
+def _receive_files(connection: socket.socket, count: int) -> list[int]:
+    files: list[int] = []
+    while len(files) < count:
+        data, received, _flags, _address = socket.recv_fds(connection, 1, _FILES_PER_MESSAGE)
+        files += received
+        if not data or not received:
+            for file in files:
+                os.close(file)
+            raise PoolValueError(
+                f"the exporting process closed the connection after {len(files)} of {count} handles"
+            )
+    return files

@@ -1,0 +1,155 @@
+"""`export` and `import_`: two processes over the same physical memory, and the death of one of them."""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from pools import MIB, ON_EVERY_DEVICE, assert_filled, fill, make_pool
+
+from allocator import PoolValueError, export, import_, memory_info
+
+IMPORTER = """
+import os, signal, socket, sys
+sys.path.insert(0, {tests!r})
+import torch
+from pools import assert_filled, fill
+from allocator import import_
+connection = socket.socket(fileno={fileno})
+pool = import_(connection, {device!r})
+[flat] = pool.tensors
+view = flat.view(torch.int32)[: 4 * 64 * 24576].view(4, 64, 24576)
+assert pool.committed_blocks == 40
+assert_filled(view, 0, 40)
+fill(view[:, 1:], 0, 1)             # block 1 gets block 0's pattern
+if {device!r} == "cuda":
+    torch.cuda.synchronize()
+connection.sendall(b"written")
+{end}
+"""
+ENDS = {
+    "frees": "pool.free(); del view, flat; connection.sendall(b'!')",
+    "exits": "",
+    "is killed": "os.kill(os.getpid(), signal.SIGKILL)",
+}
+
+
+def start(code, device, end=""):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    ours.settimeout(60)
+    code = code.format(tests=str(Path(__file__).parent), fileno=theirs.fileno(), device=device, end=end)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True
+    )
+    theirs.close()
+    return ours, process
+
+
+def shared_memory_bytes():
+    """What the kernel holds in memory files, of all processes."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Shmem:"))
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("end", ENDS)
+def test_export_two_processes_read_and_write_the_same_block(device, end):
+    pool, view = make_pool(device, max_chunk_bytes=2 * MIB, shareable=True)
+    pool.commit(40)
+    fill(view, 0, 40)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    connection, process = start(IMPORTER, device, ENDS[end])
+    export(pool, connection)
+    assert connection.recv(7) == b"written", process.stderr.read()
+    assert torch.equal(view[:, 1], view[:, 0])
+    process.wait(60)
+    assert process.returncode == (-signal.SIGKILL if end == "is killed" else 0), process.stderr.read()
+    assert_filled(view, 2, 40)
+    pool.commit(64)
+    assert not view[:, 40:].any()
+    pool.shrink(1)
+    pool.commit(2)
+    assert not view[:, 1].any()
+    assert_filled(view, 0, 1)
+
+
+EXPORTER = """
+import os, signal, socket, sys
+sys.path.insert(0, {tests!r})
+import torch
+from pools import fill, make_pool
+from allocator import export
+connection = socket.socket(fileno={fileno})
+pool, view = make_pool({device!r}, shareable=True)
+pool.commit(64)
+fill(view, 0, 64)
+if {device!r} == "cuda":
+    torch.cuda.synchronize()
+export(pool, connection)
+connection.recv(1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@ON_EVERY_DEVICE
+def test_import_outlives_the_exporting_process_and_leaks_nothing(device):
+    memory_info(device)
+    before = shared_memory_bytes() if device == "cpu" else memory_info(device)[0]
+    connection, process = start(EXPORTER, device)
+    pool = import_(connection, device)
+    connection.sendall(b"!")
+    process.wait(60)
+    assert process.returncode == -signal.SIGKILL
+    view = pool.tensors[0].view(torch.int32)[: 4 * 64 * 24576].view(4, 64, 24576)
+    assert_filled(view, 0, 64)
+    assert pool.physical_bytes >= 24 * MIB
+    del view
+    pool.free()
+    assert (pool.tensors, pool.committed_blocks, pool.physical_bytes) == ([], 0, 0)
+    time.sleep(0.5)
+    after = shared_memory_bytes() if device == "cpu" else memory_info(device)[0]
+    assert abs(after - before) < 12 * MIB
+
+
+def test_export_of_a_pool_without_blocks_sends_nothing():
+    pool, _view = make_pool("cpu")
+    ours, theirs = socket.socketpair()
+    with pytest.raises(PoolValueError, match="0 committed blocks"):
+        export(pool, ours)
+    ours.close()
+    assert theirs.recv(1) == b""
+
+
+@pytest.mark.gpu
+def test_export_of_memory_that_is_not_shareable_is_refused():
+    pool, _view = make_pool("cuda")
+    pool.commit(1)
+    ours, _theirs = socket.socketpair()
+    with pytest.raises(PoolValueError, match="shareable=True"):
+        export(pool, ours)
+
+
+@pytest.mark.parametrize("cut", [0, 3, 8, 40])
+def test_import_from_a_connection_that_breaks_names_the_bytes(cut):
+    pool, _view = make_pool("cpu")
+    pool.commit(1)
+    ours, theirs = socket.socketpair()
+    export(pool, ours)
+    ours.close()
+    partial, end = socket.socketpair()
+    end.sendall(theirs.recv(cut) if cut else b"")
+    end.close()
+    with pytest.raises(PoolValueError, match=r"closed the connection after \d+ of \d+"):
+        import_(partial, "cpu")
+
+
+def test_import_of_something_else_is_refused():
+    ours, theirs = socket.socketpair()
+    theirs.sendall(b"HTTP/1.1 200 OK")
+    with pytest.raises(PoolValueError, match="HTTP"):
+        import_(ours, "cpu")
