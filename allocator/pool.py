@@ -74,7 +74,7 @@ def extensible_kv_pool(
             return None
         return pool.reserve(meta)
 
-    with RoutingMode(take, pool.device):
+    with RoutingMode(take, pool.device, min_bytes):
         yield pool
 
 

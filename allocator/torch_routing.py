@@ -8,6 +8,7 @@ allocator; on the CPU, where PyTorch has no pluggable allocator, it is a tensor 
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -195,12 +196,20 @@ class RoutingMode(TorchFunctionMode):
         device; returns the tensor, or None when the call goes where it always went.
     device : torch.device
         The pool's device, with its index.
+    min_bytes : int
+        Calls that are surely smaller are not even looked at.
     """
 
-    def __init__(self, take: Callable[[torch.Tensor], torch.Tensor | None], device: torch.device) -> None:
+    def __init__(
+        self,
+        take: Callable[[torch.Tensor], torch.Tensor | None],
+        device: torch.device,
+        min_bytes: int = 0,
+    ) -> None:
         super().__init__()
         self._take = take
         self._device = device
+        self._min_bytes = min_bytes
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -217,6 +226,8 @@ class RoutingMode(TorchFunctionMode):
         return tensor.requires_grad_() if kwargs.get("requires_grad") else tensor
 
     def _is_candidate(self, func: Any, like: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if _most_bytes(func, like, args) < self._min_bytes:
+            return False
         if kwargs.get("out") is not None or kwargs.get("pin_memory"):
             return False
         if kwargs.get("layout") not in (None, torch.strided):
@@ -233,6 +244,25 @@ class RoutingMode(TorchFunctionMode):
         return device.type == self._device.type and (device.type == "cpu" or device == self._device)
 
 
+def _most_bytes(func: Any, like: bool, args: tuple[Any, ...]) -> float:
+    """Return a bound on the result's bytes that costs next to nothing; infinity where that is not possible."""
+    if func in _LIKE:
+        return args[0].numel() * _MOST_ITEM_BYTES if args else math.inf
+    size = args[1:] if like else args
+    if func is torch.empty_strided or not size:
+        return math.inf
+    if not isinstance(size[0], int):
+        size = size[0]
+    elif func is torch.full:
+        return math.inf
+    try:
+        return math.prod(size) * _MOST_ITEM_BYTES
+    except TypeError:
+        return math.inf
+
+
+_MOST_ITEM_BYTES = 16  # complex128
+_LIKE = {torch.empty_like, torch.zeros_like}
 # The factories that are routed, and whether their first argument is a tensor whose device they take.
 _FACTORIES: dict[Any, bool] = {
     torch.empty: False,
