@@ -245,7 +245,7 @@ class RoutingMode(TorchFunctionMode):
 
 
 def _most_bytes(func: Any, like: bool, args: tuple[Any, ...]) -> float:
-    """Return a bound on the result's bytes that costs next to nothing; infinity where that is not possible."""
+    """Return a bound on the result's bytes that costs next to nothing, or infinity."""
     if func in _LIKE:
         return args[0].numel() * _MOST_ITEM_BYTES if args else math.inf
     size = args[1:] if like else args
