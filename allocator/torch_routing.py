@@ -59,8 +59,9 @@ def pluggable_allocator() -> torch.cuda.memory.CUDAPluggableAllocator:
     """Return the process's `CUDAPluggableAllocator` over `ekv_malloc` and `ekv_free`.
 
     For `torch.cuda.memory.change_current_allocator`, before any CUDA allocation of the process. Then every
-    allocation reaches the shim: those that a pool takes become growable, the rest pass through to the driver.
-    PyTorch refuses `memory_stats()` and `MemPool` in that mode.
+    allocation reaches the shim: those that a pool takes become growable, the rest comes from the shim's
+    cache. PyTorch refuses `memory_stats()` and `MemPool` in that mode, and memory that a captured graph
+    touches stays with the process when the graph is destroyed.
     """
     global _allocator
     with _lock:
@@ -68,7 +69,16 @@ def pluggable_allocator() -> torch.cuda.memory.CUDAPluggableAllocator:
             if torch.version.hip:
                 check(lib.ekv_torch_driver(lib.EKV_HIP))
             _allocator = torch.cuda.memory.CUDAPluggableAllocator(library_path(), "ekv_malloc", "ekv_free")
+            _set_hook(_allocator, "set_record_stream_fn", "ekv_record_stream")
+            _set_hook(_allocator, "set_reset_fn", "ekv_empty_cache")
         return _allocator
+
+
+def _set_hook(allocator: torch.cuda.memory.CUDAPluggableAllocator, setter: str, function: str) -> None:
+    """Hand PyTorch one of the shim's functions, by address; a PyTorch without the hook does without it."""
+    hooks: Any = allocator.allocator()
+    if hasattr(hooks, setter):
+        getattr(hooks, setter)(int(ffi.cast("uintptr_t", ffi.addressof(lib, function))))
 
 
 def empty_cache(device: torch.device) -> None:

@@ -230,6 +230,44 @@ def test_recommit_on_a_full_device_fails_and_works_later(driver):  # case 31
     assert pool.unreserve() == 0
 
 
+@pytest.mark.parametrize("name", ["shrink", "release", "defragment", "unreserve", "retire"])
+@BOTH
+@in_child()
+def test_memory_that_enqueued_work_still_uses_is_waited_for(driver, name):
+    from allocator.shim import lib
+
+    stub, pool, stream = Stub(driver), rig(driver), ctypes.c_uint64()
+    assert pool.commit(6) == 0
+    make_current(driver, 0)
+    create = {"cuda": "cuStreamCreate", "hip": "hipStreamCreateWithFlags"}[driver]
+    fill = {"cuda": "cuMemsetD8Async", "hip": "hipMemsetD8Async"}[driver]
+    assert getattr(stub.driver, create)(ctypes.byref(stream), 1) == 0
+    address = ctypes.c_uint64(pool.address(1, 5))
+    assert getattr(stub.driver, fill)(address, ctypes.c_ubyte(7), ctypes.c_size_t(GRANULE), stream) == 0
+    retired = pool.reservation.id
+    operations = {
+        "shrink": lambda: pool.shrink(2),
+        "release": pool.release,
+        "defragment": pool.defragment,
+        "unreserve": pool.unreserve,
+        "retire": lambda: lib.ekv_retire(retired, 0),
+    }
+    assert operations[name]() == 0, error()
+    assert not stub.num_violations(), stub.text()
+    if name == "retire":
+        lib.ekv_adopt(pool.base, 0, out := ids())
+        assert lib.ekv_unreserve(out[0]) == 0
+    elif name != "unreserve":
+        assert pool.unreserve() == 0
+
+
+def ids():
+    """Return room for one id."""
+    from allocator.shim import ffi
+
+    return ffi.new("uint64_t *")
+
+
 @BOTH
 @in_child()
 def test_no_virtual_memory_is_unsupported(driver):  # case 36
@@ -399,6 +437,7 @@ def test_allocation_passes_through_and_works_while_capturing(driver):
     assert stub.end_capture() == 0
     for address in (warm, routed):
         shim.ekv_free(ctypes.c_void_p(address), *arguments)
+    lib.ekv_empty_cache()
     assert not any(stub.live().values())
 
 
@@ -512,6 +551,7 @@ def test_retired_while_capturing_is_given_back_later(driver):
     assert other.unreserve() == 0
     shim.ekv_free(ctypes.c_void_p(memory), *arguments)
     shim.ekv_free(ctypes.c_void_p(pool.base), *arguments)
+    lib.ekv_empty_cache()
     assert not any(stub.live().values())
 
 
@@ -534,4 +574,5 @@ def test_allocation_short_of_memory_takes_what_a_retired_pool_still_holds(driver
     assert memory
     shim.ekv_free(ctypes.c_void_p(memory), *arguments)
     shim.ekv_free(ctypes.c_void_p(pool.base), *arguments)
+    lib.ekv_empty_cache()
     assert not any(stub.live().values())

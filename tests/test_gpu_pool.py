@@ -246,9 +246,16 @@ torch.cuda.synchronize()
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):
     torch.index_select(cache, 0, index, out=out)
+temporary = torch.cuda.CUDAGraph()
+with torch.cuda.graph(temporary):
+    out.copy_(cache.index_select(0, index))   # frees a tensor while capturing
+noise = [torch.full((1 << 20,), 9, dtype=torch.int8, device="cuda") for _ in range(8)]
 pool.commit(8)
-cache[5] = 7; index.fill_(5); graph.replay(); torch.cuda.synchronize()
-assert int(out.sum(dtype=torch.int64)) == 7 << 20
+cache[5] = 7; index.fill_(5)
+for each in (graph, temporary):
+    out.zero_(); each.replay(); torch.cuda.synchronize()
+    assert int(out.sum(dtype=torch.int64)) == 7 << 20
+assert all(bool((each == 9).all()) for each in noise)
 assert float((x + y).sum()) == 2 << 20
 del cache
 from allocator.shim import lib

@@ -62,6 +62,7 @@ enum {
     X(cuThreadExchangeStreamCaptureMode, exchange_capture_mode, (int *))                                             \
     X(cuStreamCreate, stream_create, (void **, unsigned))                                                            \
     X(cuStreamSynchronize, stream_synchronize, (void *))                                                             \
+    X(cuStreamGetCaptureInfo, stream_capture_info, (void *, int *, uint64_t *))                                      \
     X(cuMemGetAllocationGranularity, granularity, (size_t *, const allocation_prop *, int))                          \
     X(cuMemAddressReserve, address_reserve, (uint64_t *, size_t, size_t, uint64_t, uint64_t))                        \
     X(cuMemAddressFree, address_free, (uint64_t, size_t))                                                            \
@@ -255,6 +256,24 @@ static int cuda_zero_wait(ekv_device *device)
     IN_CONTEXT(device, cuStreamSynchronize, 0, 0, stream_synchronize(device->stream));
 }
 
+static int cuda_stream_wait(ekv_device *device, void *stream)
+{
+    IN_CONTEXT(device, cuStreamSynchronize, 0, 0, stream_synchronize(stream));
+}
+
+static int cuda_capture_id(ekv_device *device, void *stream, uint64_t *id)
+{
+    int capturing = 0;
+    scope s;
+    int code = enter(device, &s);
+    if (!code)
+        code = CALL(device, cuStreamGetCaptureInfo, 0, 0, stream_capture_info(stream, &capturing, id));
+    leave(&s);
+    if (code || !capturing)
+        *id = 0;
+    return code;
+}
+
 static int cuda_synchronize(ekv_device *device)
 {
     IN_CONTEXT(device, cuCtxSynchronize, 0, 0, context_synchronize());
@@ -311,6 +330,8 @@ const ekv_driver ekv_cuda_driver = {
     .unreserve = cuda_unreserve,
     .zero = cuda_zero,
     .zero_wait = cuda_zero_wait,
+    .stream_wait = cuda_stream_wait,
+    .capture_id = cuda_capture_id,
     .synchronize = cuda_synchronize,
     .memory_info = cuda_memory_info,
     .gpu_direct_rdma = cuda_gpu_direct_rdma,

@@ -72,6 +72,7 @@ enum {
     X(hipThreadExchangeStreamCaptureMode, exchange_capture_mode, (int *))                                            \
     X(hipStreamCreateWithFlags, stream_create, (void **, unsigned))                                                  \
     X(hipStreamSynchronize, stream_synchronize, (void *))                                                            \
+    X(hipStreamGetCaptureInfo, stream_capture_info, (void *, int *, unsigned long long *))                           \
     X(hipMemGetAllocationGranularity, granularity, (size_t *, const allocation_prop *, int))                         \
     X(hipMemAddressReserve, address_reserve, (void **, size_t, size_t, void *, unsigned long long))                  \
     X(hipMemAddressFree, address_free, (void *, size_t))                                                             \
@@ -384,12 +385,7 @@ static int hip_import_file(ekv_device *device, int file, uint64_t size, ekv_hand
 
 static int hip_export_file(ekv_device *device, ekv_handle handle, int *file)
 {
-    scope s;
-    int code = enter(device, &s);
-    if (!code)
-        code = CALL(device, hipMemExportToShareableHandle, 0, 0, export_handle(file, handle, TYPE_FD, 0));
-    leave(&s);
-    return code;
+    ON_DEVICE(device, hipMemExportToShareableHandle, 0, 0, export_handle(file, handle, TYPE_FD, 0));
 }
 
 static int hip_map(ekv_device *device, uint64_t address, uint64_t size, ekv_handle handle)
@@ -524,6 +520,24 @@ static int hip_zero_wait(ekv_device *device)
     ON_DEVICE(device, hipStreamSynchronize, 0, 0, stream_synchronize(device->stream));
 }
 
+static int hip_stream_wait(ekv_device *device, void *stream)
+{
+    ON_DEVICE(device, hipStreamSynchronize, 0, 0, stream_synchronize(stream));
+}
+
+static int hip_capture_id(ekv_device *device, void *stream, uint64_t *id)
+{
+    unsigned long long capture = 0;
+    int capturing = 0;
+    scope s;
+    int code = enter(device, &s);
+    if (!code)
+        code = CALL(device, hipStreamGetCaptureInfo, 0, 0, stream_capture_info(stream, &capturing, &capture));
+    leave(&s);
+    *id = !code && capturing ? capture : 0;
+    return code;
+}
+
 static int hip_synchronize(ekv_device *device) { ON_DEVICE(device, hipDeviceSynchronize, 0, 0, device_synchronize()); }
 
 static int hip_memory_info(ekv_device *device, uint64_t *free_bytes, uint64_t *total_bytes)
@@ -565,6 +579,8 @@ const ekv_driver ekv_hip_driver = {
     .unreserve = hip_unreserve,
     .zero = hip_zero,
     .zero_wait = hip_zero_wait,
+    .stream_wait = hip_stream_wait,
+    .capture_id = hip_capture_id,
     .synchronize = hip_synchronize,
     .memory_info = hip_memory_info,
     .gpu_direct_rdma = hip_gpu_direct_rdma,

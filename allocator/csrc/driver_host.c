@@ -240,6 +240,21 @@ static int host_zero(ekv_device *device, uint64_t address, uint64_t size)
     return 0;
 }
 
+static int host_stream_wait(ekv_device *device, void *stream)
+{
+    (void)device;
+    (void)stream;
+    return 0;
+}
+
+static int host_capture_id(ekv_device *device, void *stream, uint64_t *id)
+{
+    (void)device;
+    (void)stream;
+    *id = 0;
+    return 0;
+}
+
 static int host_nothing_to_wait_for(ekv_device *device)
 {
     (void)device;
@@ -315,6 +330,8 @@ const ekv_driver ekv_host_driver = {
     .unreserve = host_unreserve,
     .zero = host_zero,
     .zero_wait = host_nothing_to_wait_for,
+    .stream_wait = host_stream_wait,
+    .capture_id = host_capture_id,
     .synchronize = host_nothing_to_wait_for,
     .memory_info = host_memory_info,
     .gpu_direct_rdma = host_gpu_direct_rdma,

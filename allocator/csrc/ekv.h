@@ -107,5 +107,11 @@ uint64_t ekv_route_end(void);
 /* Which driver serves ekv_malloc: EKV_CUDA (the default) or EKV_HIP. */
 int ekv_torch_driver(int driver);
 
+/* What ekv_malloc serves without a route comes from a cache.  For PyTorch's hooks: another stream uses this memory;
+ * give unused memory back to the driver. */
+void ekv_record_stream(void *address, void *stream);
+void ekv_empty_cache(void);
+uint64_t ekv_cached_bytes(void);
+
 /* The calling thread's error record: returns its status, copies its text. */
 int ekv_last_error(char *text, size_t text_bytes);

@@ -39,6 +39,8 @@ typedef struct ekv_driver {
     int (*unreserve)(ekv_device *device, uint64_t address, uint64_t size);
     int (*zero)(ekv_device *device, uint64_t address, uint64_t size); /* enqueued: finished after zero_wait */
     int (*zero_wait)(ekv_device *device);
+    int (*stream_wait)(ekv_device *device, void *stream);
+    int (*capture_id)(ekv_device *device, void *stream, uint64_t *id); /* 0: the stream is not being captured */
     int (*synchronize)(ekv_device *device); /* all work of the device that may still use its memory */
     int (*memory_info)(ekv_device *device, uint64_t *free_bytes, uint64_t *total_bytes);
     int (*gpu_direct_rdma)(ekv_device *device, bool *capable);

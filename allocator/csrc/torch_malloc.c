@@ -1,9 +1,9 @@
 /* ekv_malloc and ekv_free, the two functions that PyTorch's CUDAPluggableAllocator calls.
  *
  * An allocation on a thread between ekv_route_begin and ekv_route_end becomes a reservation without memory; any other
- * passes through to the driver.  A failure returns NULL (PyTorch then raises its out-of-memory error) and stays in the
+ * comes from the cache.  A failure returns NULL (PyTorch then raises its out-of-memory error) and stays in the
  * thread's error record. */
-#include "internal.h"
+#include "cache.h"
 
 #include <sys/types.h>
 
@@ -54,7 +54,7 @@ uint64_t ekv_route_end(void)
     return route.id;
 }
 
-static int allocate(uint64_t size, int ordinal, uint64_t *address)
+static int allocate(uint64_t size, int ordinal, void *stream, uint64_t *address)
 {
     ekv_device *device;
     int status = ekv_device_get(torch_driver, ordinal, &device);
@@ -62,23 +62,16 @@ static int allocate(uint64_t size, int ordinal, uint64_t *address)
         return status;
     if (route.armed && !route.id && route.device == ordinal)
         return ekv_reserve_locked(device, size, route.max_chunk, route.shareable, &route.id, address);
-    return device->driver->allocate(device, size, address) ? ekv_error_status() : EKV_OK;
+    return ekv_cache_allocate_locked(device, size, stream, address);
 }
 
 void *ekv_malloc(ssize_t size, int device, void *stream)
 {
     uint64_t address = 0;
-    (void)stream;
     if (size <= 0 || ekv_enter())
         return NULL;
-    /* What was to be given back earlier is given back only when it is needed: that waits for the device, which would
-     * spoil a stream capture that is going on. */
-    if (allocate((uint64_t)size, device, &address)) {
-        ekv_error_clear();
-        ekv_retry_locked();
-        if (allocate((uint64_t)size, device, &address))
-            address = 0;
-    }
+    if (allocate((uint64_t)size, device, stream, &address))
+        address = 0;
     ekv_leave();
     return (void *)address;
 }
@@ -87,12 +80,12 @@ void *ekv_malloc(ssize_t size, int device, void *stream)
  * child and after the driver has shut down there is nothing to give back. */
 void ekv_free(void *address, ssize_t size, int ordinal, void *stream)
 {
-    ekv_device *device;
     (void)size;
+    (void)ordinal;
     (void)stream;
     if (!address || ekv_enter())
         return;
-    if (!ekv_unreserve_at_locked((uint64_t)address) && !ekv_device_get(torch_driver, ordinal, &device))
-        device->driver->free(device, (uint64_t)address);
+    if (!ekv_cache_free_locked((uint64_t)address))
+        ekv_unreserve_at_locked((uint64_t)address);
     ekv_leave();
 }

@@ -195,6 +195,18 @@ SIM_EXPORT int cuStreamSynchronize(uint64_t stream)
 {
     CALL(DEVICE | (stream ? SIM_UNSAFE_IN_CAPTURE : SIM_FORBIDDEN_IN_CAPTURE), sim_stream_wait(stream));
 }
+/* Every stream but the default one takes part in the stub's capture. */
+static int capture_info(uint64_t stream, int *status, uint64_t *id)
+{
+    *status = sim.capturing && stream;
+    if (*status)
+        *id = sim.capture;
+    return SIM_OK;
+}
+SIM_EXPORT int cuStreamGetCaptureInfo(uint64_t stream, int *status, uint64_t *id)
+{
+    CALL(DEVICE, capture_info(stream, status, id));
+}
 SIM_EXPORT int cuMemsetD8_v2(device_pointer to, unsigned char value, size_t size)
 {
     CALL(MEMORY, sim_fill(to, value, size, 0));

@@ -109,6 +109,18 @@ SIM_EXPORT int hipStreamSynchronize(uint64_t stream)
 {
     CALL(DEVICE | (stream ? SIM_UNSAFE_IN_CAPTURE : SIM_FORBIDDEN_IN_CAPTURE), sim_stream_wait(stream));
 }
+/* Every stream but the default one takes part in the stub's capture. */
+static int capture_info(uint64_t stream, int *status, unsigned long long *id)
+{
+    *status = sim.capturing && stream;
+    if (*status)
+        *id = sim.capture;
+    return SIM_OK;
+}
+SIM_EXPORT int hipStreamGetCaptureInfo(uint64_t stream, int *status, unsigned long long *id)
+{
+    CALL(DEVICE, capture_info(stream, status, id));
+}
 SIM_EXPORT int hipMemset(void *to, int value, size_t size)
 {
     CALL(MEMORY, sim_fill((uint64_t)to, (unsigned char)value, size, 0));

@@ -308,7 +308,7 @@ SIM_EXPORT int stub_set_option(const char *name, int64_t value)
 
 SIM_EXPORT void stub_begin_capture(void)
 {
-    LOCKED(sim.capturing = true; sim.capture_broken = false);
+    LOCKED(sim.capturing = true; sim.capture_broken = false; sim.capture++);
 }
 
 SIM_EXPORT int stub_end_capture(void)

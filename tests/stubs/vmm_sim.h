@@ -85,6 +85,7 @@ typedef struct sim_state {
     sim_mapping *mappings;
     sim_range *ranges;
     uint64_t next_handle;
+    uint64_t capture; /* which one, the first is 1 */
     bool initialized, forked, capturing, capture_broken;
 } sim_state;
 
