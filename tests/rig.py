@@ -134,6 +134,13 @@ class Rig:
             assert info.physical_bytes == stub.used_bytes(self.device), (info.physical_bytes, stub.live())
             assert info.num_chunks == stub.live_mappings()
 
+    def check_nothing_spare(self, num_blocks: int) -> None:
+        """Each chunk holds something of the first blocks of some segment."""
+        kept = [(offset, offset + num_blocks * stride) for offset, stride in self.segments]
+        for chunk in self.reservation.chunks():
+            end = chunk.offset + chunk.size_bytes
+            assert any(a < end and chunk.offset < b for a, b in kept), (chunk, kept)
+
     def _check_beyond(self, committed: int) -> None:
         """No byte outside of the chunks can be read, so the first block past them faults."""
         chunks = self.reservation.chunks()

@@ -58,6 +58,17 @@ def current_device(driver: str) -> int | None:
     return out.value
 
 
+def capture_mode(driver: str) -> int:
+    """Return the calling thread's stream capture mode."""
+    mode = ctypes.c_int(0)
+    name = {"cuda": "cuThreadExchangeStreamCaptureMode", "hip": "hipThreadExchangeStreamCaptureMode"}[driver]
+    exchange = getattr(Stub(driver).driver, name)
+    assert exchange(ctypes.byref(mode)) == 0
+    found = mode.value
+    assert exchange(ctypes.byref(mode)) == 0
+    return found
+
+
 def make_current(driver: str, device: int) -> None:
     """Play the application: make a device current on this thread."""
     library = Stub(driver).driver
@@ -85,6 +96,7 @@ def test_pool_of_one_device_leaves_another_current(driver):  # case 20
     ):
         assert step() == 0, error()
         assert current_device(driver) == 1
+        assert capture_mode(driver) == 0
     assert stub.used_bytes(0) == pool.info().physical_bytes > 0
     assert stub.used_bytes(1) == 0
     assert pool.unreserve() == 0
@@ -101,6 +113,7 @@ def test_device_that_fails_restores_the_current_one(driver):
         pool.commit(6)
         stub.fail_clear()
         assert current_device(driver) == 1
+        assert capture_mode(driver) == 0
     assert pool.unreserve() == 0
 
 

@@ -65,6 +65,7 @@ def machine(driver: str, layout: str, max_chunk: float) -> type[RuleBasedStateMa
             if self.released is None and target < self.committed:
                 self.committed = target
                 self.rig.forget(target)
+                self.rig.check_nothing_spare(target)
 
         @rule()
         def release(self):
