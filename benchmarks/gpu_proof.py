@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Everything that only a GPU can prove, in one run: `make gpu-test`.
 
-    python benchmarks/gpu_proof.py [--parts pool-tests,pool,identity,startup] [--output DIR]
+    python benchmarks/gpu_proof.py [--parts pool-tests,pool,sanitizer,identity,startup] [--output DIR]
 
 Each part writes `DIR/<part>.json` (the schema of `allocator.results`) and prints a table; the exit
 status is 1 when a record failed.  Engines run one at a time, each in a process of its own, and NVML
@@ -23,6 +23,8 @@ from engines import ROOT, UTILIZATION, budget_left, model_path, run_engine, stor
 from allocator import results
 
 PROMPTS = [[(7 * i + j * (i + 3)) % 1999 + 300 for j in range(20 + 40 * i)] for i in range(16)]
+# Filling the device and running out of memory are errors to memcheck too: they are left out.
+SANITIZED = "new_blocks or shrink or defragment or graph or kernels_run or lifetime or odd_sizes"
 CONFIGURATIONS = [(runner, layout) for runner in ("V2", "V1") for layout in ("LBHNC", "LHBNC", "BLHNC")]
 
 
@@ -54,9 +56,8 @@ def main() -> int:
 
 def pool_tests(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The tests of the allocator on the real driver, one record for all of them."""
-    files = ["tests/test_pool.py", "tests/test_routing.py", "tests/test_gpu_pool.py"]
     options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "--timeout=60", "--timeout-method=thread"]
-    command = [sys.executable, "-m", "pytest", *options, *files]
+    command = [sys.executable, "-m", "pytest", *options, "tests"]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
     last = process.stdout.strip().splitlines()[-1]
     if process.returncode:
@@ -65,6 +66,23 @@ def pool_tests(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     bad = counts.get("failed", 0) + counts.get("error", 0) + (process.returncode not in (0, 1))
     yield results.record("pool_tests_failed", bad, "tests", limit=0, better="equal", note=last)
     yield results.record("pool_tests_passed", counts.get("passed", 0), "tests", limit=40, better="higher")
+
+
+def sanitizer(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """compute-sanitizer's memcheck over the pool's tests that need no second process."""
+    tests = ["tests/test_pool.py", "tests/test_gpu_pool.py"]
+    options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "--timeout=200", "-k", SANITIZED]
+    command = ["compute-sanitizer", "--tool=memcheck", "--error-exitcode=99", sys.executable, "-m", "pytest"]
+    process = subprocess.run(
+        [*command, *options, *tests], cwd=ROOT, capture_output=True, text=True, check=False, timeout=400
+    )
+    summary = re.findall(r"ERROR SUMMARY: (\d+) error", process.stdout)
+    passed = re.findall(r"(\d+) passed", process.stdout)
+    if process.returncode:
+        print(process.stdout[-6000:])
+    note = f"exit status {process.returncode}, {passed[-1] if passed else 0} tests passed: {SANITIZED}"
+    errors = int(summary[-1]) if summary else -1
+    yield results.record("compute_sanitizer_errors", errors, "errors", limit=0, better="equal", note=note)
 
 
 def pool(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -186,7 +204,13 @@ def base(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-PARTS = {"pool-tests": pool_tests, "pool": pool, "identity": identity, "startup": startup}
+PARTS = {
+    "pool-tests": pool_tests,
+    "pool": pool,
+    "sanitizer": sanitizer,
+    "identity": identity,
+    "startup": startup,
+}
 
 if __name__ == "__main__":
     sys.exit(main())
