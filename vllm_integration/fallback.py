@@ -21,7 +21,7 @@ def warn(reason: str) -> None:
 
 def engine_reason(vllm_config: Any) -> str | None:
     """Return why this configuration cannot have an extensible cache, or None."""
-    for check in (_elastic_launch, _connector, _sleep_mode, _hisparse, _cache_dtype):
+    for check in (_elastic_launch, _external_launcher, _connector, _sleep_mode, _hisparse, _cache_dtype):
         reason = check(vllm_config)
         if reason:
             return reason
@@ -31,6 +31,12 @@ def engine_reason(vllm_config: Any) -> str | None:
 def _elastic_launch(vllm_config: Any) -> str | None:
     if os.environ.get("VLLM_ELASTIC_EP_SCALE_UP_LAUNCH", "0") not in ("", "0", "false", "False"):
         return "this engine is launched by an elastic scale-up, which warms up outside of the engine's start"
+    return None
+
+
+def _external_launcher(vllm_config: Any) -> str | None:
+    if vllm_config.parallel_config.distributed_executor_backend == "external_launcher":
+        return "an external launcher starts one engine for each rank, and each would settle on its own size"
     return None
 
 

@@ -70,11 +70,13 @@ def run_widest_step(worker: Any) -> None:
     It runs without attention metadata, so no block of the cache is touched, and eagerly, so no graph is
     captured or replayed.
     """
+    import torch
     import vllm.envs as envs
     from vllm.config import CompilationMode, set_current_vllm_config
 
     runner = worker.model_runner
-    with set_current_vllm_config(worker.vllm_config), quiet_random(worker.device):
+    # As vLLM profiles: without gradients, and with the same guards for compiled code.
+    with torch.inference_mode(), set_current_vllm_config(worker.vllm_config), quiet_random(worker.device):
         if worker.device.type != "cpu":
             _run_widest_sampling(worker)
             runner.profile_run()
@@ -85,8 +87,6 @@ def run_widest_step(worker: Any) -> None:
         else:
             runner.warming_up_model()
     if worker.device.type == "cuda":
-        import torch
-
         torch.cuda.synchronize(worker.device)
 
 

@@ -18,8 +18,8 @@ def warmup_blocks(
     """Return the number of blocks to back for warm-up, between 2 and `capacity`.
 
     Block 0 is the null block. The V2 runner's warm-up gives each request blocks of its own and runs one full
-    prefill; sink attention fixes the first blocks; Mamba's warm-up gives each request one state. All but the
-    last two are clamped by vLLM, so those count in full and the rest stays within `most_bytes`.
+    prefill, as far as `num_blocks` allows, so these stay within `most_bytes`. Sink attention writes its first
+    blocks whatever `num_blocks` says, so they count in full.
     """
     scheduler = worker.scheduler_config
     max_tokens, max_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
@@ -35,8 +35,6 @@ def warmup_blocks(
     for spec in specs:
         sink_len = getattr(spec, "sink_len", None) or 0
         fixed = max(fixed, 1 + -(-sink_len // spec.block_size))
-        if type(spec).__name__ == "MambaSpec":
-            fixed = max(fixed, 1 + max_requests)
     return min(capacity, max(fixed, min(wanted, affordable)))
 
 

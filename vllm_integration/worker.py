@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from vllm_integration import allocation, measure, own_context, worker_checks
+from vllm_integration import allocation, fallback, measure, own_context, worker_checks
 from vllm_integration.config import Options
 from vllm_integration.prefix import warmup_blocks
 from vllm_integration.worker_state import WorkerCache
 
 __all__ = ["ExtensibleWorker", "UnsupportedWorker", "extend"]
+
+NOT_LOADED = "the process of the engine core has not loaded the plugin (is it left out of VLLM_PLUGINS, or not installed?)"
 
 
 @functools.cache
@@ -42,6 +44,7 @@ class ExtensibleWorker:
     """Overrides for a worker class that comes after it in the method resolution order."""
 
     _ekv: WorkerCache | None = None
+    _ekv_asked = False
     _ekv_context_bytes = 0
 
     # From here on, what vLLM calls.
@@ -73,6 +76,8 @@ class ExtensibleWorker:
         """Reserve the whole cache where vLLM allocates it, bind its views, back the prefix."""
         cache = self._ekv
         if cache is None or cache.pool is not None:
+            if not self._ekv_asked and self.rank == 0 and fallback.engine_reason(self.vllm_config) is None:
+                fallback.warn(NOT_LOADED)
             return super().initialize_from_config(kv_cache_config)
         with allocation.pooled(functools.partial(self._ekv_allocate, kv_cache_config)):
             super().initialize_from_config(kv_cache_config)
@@ -102,6 +107,7 @@ class ExtensibleWorker:
 
     def ekv_begin(self: Any, options: dict[str, Any]) -> str | None:
         """Get ready, and return None; or return why not, and stay an ordinary worker."""
+        self._ekv_asked = True
         reason = worker_checks.worker_reason(self)
         if reason is None:
             from vllm_integration.patches import PatchError
@@ -122,11 +128,12 @@ class ExtensibleWorker:
 
     def ekv_propose(self: Any) -> dict[str, Any]:
         """Return the bytes to reserve addresses for, and what vLLM's own profile came to."""
-        return self._ekv.propose(self)
+        proposal = self._ekv.propose(self)
+        return {**proposal, "reason": worker_checks.agreed(proposal["reason"])}
 
     def ekv_check_layout(self: Any, kv_cache_configs: list[Any]) -> str | None:
         """Return why the planned cache cannot grow, or None."""
-        return worker_checks.layout_reason(self, kv_cache_configs[self.rank])
+        return worker_checks.agreed(worker_checks.layout_reason(self, kv_cache_configs[self.rank]))
 
     def ekv_measure(self: Any) -> dict[str, Any]:
         """Run the widest step, and return what the cache may hold."""

@@ -11,11 +11,13 @@ __all__ = ["agreed", "layout_reason", "reservable_bytes", "worker_reason"]
 
 def worker_reason(worker: Any) -> str | None:
     """Return why this worker cannot have an extensible cache, or None. Really allocates, to be sure."""
-    from allocator import probe
-
     device = worker.device
     if device.type not in ("cuda", "cpu"):
         return f"devices of type {device.type} are not supported"
+    try:
+        from allocator import probe
+    except ImportError as error:
+        return f"the allocator cannot be loaded: {error}"
     found = probe(device)
     if not found.available:
         return f"virtual memory is unavailable on {device}: {found.reason}"
@@ -24,9 +26,12 @@ def worker_reason(worker: Any) -> str | None:
 
 def layout_reason(worker: Any, kv_cache_config: Any) -> str | None:
     """Return why the planned views cannot grow together, or None."""
+    from vllm.platforms import current_platform
+
     from allocator import BlockLayout
 
-    if not kv_cache_config.kv_cache_tensors:
+    # On ROCm vLLM's allocation runs kernels as well, which a plan without memory cannot; binding checks.
+    if not kv_cache_config.kv_cache_tensors or current_platform.is_rocm():
         return None
     for group in kv_cache_config.kv_cache_groups:
         if not getattr(group.kv_cache_spec, "has_layer_views", True):

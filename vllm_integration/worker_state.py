@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm_integration import measure
 from vllm_integration.config import Options
+from vllm_integration.log import logger
 from vllm_integration.stages import Stages
 from vllm_integration.worker_checks import reservable_bytes
 
@@ -81,6 +82,8 @@ class WorkerCache:
 
         if self.stock_error is not None:
             raise self.stock_error
+        if self.stock_bytes is None:  # not profiled yet, vLLM is still to do so
+            return 0
         available = self.stock_bytes or 0
         mode = worker.compilation_config.cudagraph_mode
         if self.explicit or worker.device.type != "cuda" or mode == CUDAGraphMode.NONE:
@@ -202,8 +205,14 @@ class WorkerCache:
 
     def close(self) -> None:
         """Give the memory and the addresses back; the views must not be used any more."""
-        self.pool.free()
-        self.pool = None
+        from allocator.errors import EkvError
+
+        pool, self.pool = self.pool, None
+        try:
+            pool.free()
+        except EkvError as error:
+            # A device that has failed refuses this too, and what it failed with is what should be seen.
+            logger.debug("Extensible KV cache: rank %d could not give its memory back: %s", self.rank, error)
 
 
 def _budget(worker: Any) -> tuple[int, int]:
