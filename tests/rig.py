@@ -45,7 +45,7 @@ class Rig:
         self.content: dict[tuple[int, int], bytes] = {}
         self.reservation: Reservation | None = None
 
-    def reserve(self) -> int:
+    def reserve(self, shareable: bool = False) -> int:
         """Reserve and bind; returns the status."""
         granularity = self._granularity()
         segments, self.capacity = LAYOUTS[self.layout]
@@ -55,7 +55,7 @@ class Rig:
         size = max(offset + self.capacity * stride for offset, stride in self.segments)
         out = ffi.new("uint64_t *")
         max_chunk = int(self.max_chunk_granules * granularity)
-        status = lib.ekv_reserve(KINDS[self.driver], self.device, size, max_chunk, 0, out)
+        status = lib.ekv_reserve(KINDS[self.driver], self.device, size, max_chunk, shareable, out)
         if not status:
             self.reservation = Reservation(out[0])
             self.base = self.reservation.base

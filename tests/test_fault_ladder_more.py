@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 
 import pytest
 from stub_lab import Stub, in_child
@@ -170,6 +171,109 @@ def test_probe_fails_at_any_call_and_leaves_nothing(driver):
     info, reason = ffi.new("ekv_probe_info *"), ffi.new("char[]", 1024)
     run = lambda _: lib.ekv_probe(KINDS[driver], 0, info, reason, 1024)  # noqa: E731
     assert climb(stub, lambda: None, run, lambda _: None, lambda _: None) > 8
+
+
+class Shared:
+    """A reservation with five blocks in several chunks, and one that is to get them."""
+
+    def __init__(self, driver: str) -> None:
+        from rig import Rig
+
+        self.rigs = [Rig(driver, "layers", max_chunk_granules=2), Rig(driver, "layers")]
+        assert all(rig.reserve(shareable=True) == 0 for rig in self.rigs)
+        self.exporter, self.importer = self.rigs
+        assert self.exporter.commit(5) == 0
+        self.exporter.write(range(5))
+        self.files: list[int] = []
+
+    def export(self) -> int:
+        from allocator.shim import ffi, lib
+
+        self.close()
+        self.chunks = ffi.new("ekv_chunk_info[]", self.exporter.info().num_chunks)
+        for i in range(len(self.chunks)):
+            file = ffi.new("int *")
+            status = lib.ekv_export_chunk(self.exporter.reservation.id, i, self.chunks + i, file)
+            if status:
+                return status
+            self.files.append(file[0])
+        return 0
+
+    def import_(self) -> int:
+        from allocator.shim import lib
+
+        target = self.importer.reservation.id
+        return lib.ekv_import_chunks(target, self.chunks, self.files, len(self.files), 5)
+
+    def close(self) -> None:
+        while self.files:
+            os.close(self.files.pop())
+
+    def free(self, *_) -> None:
+        self.close()
+        assert all(rig.unreserve() == 0 for rig in self.rigs)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@BOTH
+@in_child(options=OPTIONS)
+def test_export_fails_at_any_call_and_leaves_no_file(driver):
+    stub, before = opened(driver), open_files()
+
+    def succeeded(shared):
+        shared.exporter.check(5)
+        shared.free()
+        assert open_files() == before
+
+    assert climb(stub, lambda: Shared(driver), Shared.export, lambda _: None, succeeded) > 8
+
+
+@BOTH
+@in_child(options=OPTIONS)
+def test_import_fails_at_any_call_and_leaves_the_reservation_empty(driver):
+    stub = opened(driver)
+
+    def prepare():
+        shared = Shared(driver)
+        assert shared.export() == 0
+        return shared
+
+    def failed(shared):
+        info = shared.importer.info()
+        assert info.committed_blocks == info.num_chunks == info.physical_bytes == 0
+        shared.exporter.check(5)
+
+    def succeeded(shared):
+        shared.importer.content = dict(shared.exporter.content)
+        shared.importer.check(5)
+        ctypes.memset(shared.importer.address(1, 4), 7, 8)
+        assert ctypes.string_at(shared.exporter.address(1, 4), 8) == bytes([7]) * 8
+        shared.free()
+
+    assert climb(stub, prepare, Shared.import_, failed, succeeded) > 8
+
+
+@BOTH
+@in_child(options=OPTIONS)
+def test_import_into_a_reservation_with_memory_changes_nothing(driver):
+    from allocator.shim import lib
+
+    shared = Shared(driver)
+    assert shared.export() == 0
+    assert shared.importer.commit(3) == 0
+    shared.importer.write(range(3))
+    assert shared.import_() == lib.EKV_INVALID
+    shared.importer.check(3)
+    assert shared.importer.shrink(0) == 0
+    os.close(shared.files.pop())  # what the blocks need is not all there
+    assert shared.import_() == lib.EKV_INVALID
+    shared.importer.forget(0)
+    shared.importer.check(0)
+    assert not Stub(driver).num_violations(), Stub(driver).text()
+    shared.free()
 
 
 @BOTH

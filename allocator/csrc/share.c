@@ -76,6 +76,8 @@ static int import_locked(reservation *r, const ekv_chunk_info *chunks, const int
         status = chunks_reserve(&r->chunks, num_chunks);
     if (!status)
         status = chunks_reserve(&r->orphans, num_chunks);
+    if (status)
+        return status; /* nothing was imported: what the reservation holds is its own */
     for (size_t i = 0; !status && i < num_chunks; i++)
         if (import_chunk(r, &chunks[i], files[i]))
             status = ekv_error_status();

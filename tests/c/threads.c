@@ -165,6 +165,7 @@ int main(int argc, char **argv)
     pthread_join(threads[4], NULL);
     check_block(shared_base, 0, 42);
     MUST(ekv_unreserve(shared));
+    ekv_empty_cache();
     if (ekv_num_reservations())
         return 1;
     puts("done");
