@@ -4,7 +4,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from test_vllm_plugin import ENV, FLAG, MIB, PROMPTS, SMALL, SNAPSHOT, check_engine_is_consistent, warnings_of
+from test_vllm_plugin import (
+    ENV,
+    FLAG,
+    MIB,
+    OTHER_PROCESS,
+    PROMPTS,
+    SMALL,
+    SNAPSHOT,
+    check_engine_is_consistent,
+    warnings_of,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(280)]
 
@@ -183,3 +193,13 @@ def test_stands_aside_with_one_warning(
     assert view["view_blocks"] == [figures["num_gpu_blocks"]]
     if steps:
         assert answer["results"][3:] == run_engine(SMALL | llm, steps, ENV)["results"]
+
+
+def test_engine_core_without_the_plugin_is_told_of(run_engine: Run) -> None:
+    """The flag came in through an import, and the other process was told not to load plugins."""
+    env = OTHER_PROCESS | {"VLLM_PLUGINS": "none"}
+    answer = run_engine(SMALL | FLAG, [FIGURES, SNAPSHOT], env, import_first=True)
+    assert answer["error"] is None
+    (warning,) = warnings_of(answer["log"])
+    assert "the process of the engine core has not loaded the plugin" in warning
+    assert answer["results"][1] == [None]

@@ -18,7 +18,10 @@ from vllm_integration.worker_state import WorkerCache
 
 __all__ = ["ExtensibleWorker", "UnsupportedWorker", "extend"]
 
-NOT_LOADED = "the process of the engine core has not loaded the plugin (is it left out of VLLM_PLUGINS, or not installed?)"
+NOT_LOADED = (
+    "the process of the engine core has not loaded the plugin; "
+    "it may be left out of VLLM_PLUGINS, or not be installed there"
+)
 
 
 @functools.cache
