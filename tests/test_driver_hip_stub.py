@@ -10,6 +10,7 @@ HIP_ROCM_7_2 = {  # Linux, as reported; see the description of driver_hip.c
     "range_unmap_breaks_free": 1,
     "release_while_mapped_breaks_free": 1,
     "set_access_fails_every": 3,
+    "aligned_reserve_code": 1,
 }
 
 
@@ -163,6 +164,34 @@ def test_failures_do_not_stay_in_the_last_error():
     assert stub.driver.hipPeekAtLastError() == 101
     stub.reset()
     assert pool.unreserve() == 0
+
+
+@pytest.mark.parametrize("version", [60443484, 70051831, 70125424, 70226015])
+@in_child()
+def test_descriptor_is_imported_as_the_runtime_takes_it(version):
+    import test_fault_ladder_more as ladders
+
+    Stub("hip").option("runtime_version", version)
+    shared = ladders.Shared("hip")
+    assert shared.export() == 0
+    assert shared.import_() == 0
+    shared.importer.content = dict(shared.exporter.content)
+    shared.importer.check(5)
+    shared.free()
+
+
+@in_child()
+def test_imported_memory_is_not_expected_to_come_back():
+    import test_fault_ladder_more as ladders
+
+    stub = Stub("hip")
+    shared = ladders.Shared("hip")
+    assert shared.export() == 0
+    assert shared.import_() == 0
+    before = stub.calls("hipMemAddressFree")
+    assert shared.importer.release() == 0
+    assert stub.calls("hipMemAddressFree") == before
+    shared.free()
 
 
 @in_child()

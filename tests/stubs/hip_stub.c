@@ -49,8 +49,8 @@ static int set_int(int *out, int value)
 }
 
 SIM_EXPORT int hipInit(unsigned flags) { CALL(0, flags ? SIM_INVALID_VALUE : SIM_OK); }
-SIM_EXPORT int hipDriverGetVersion(int *version) { CALL(0, set_int(version, 70226015)); }
-SIM_EXPORT int hipRuntimeGetVersion(int *version) { CALL(0, set_int(version, 70226015)); }
+SIM_EXPORT int hipDriverGetVersion(int *version) { CALL(0, set_int(version, (int)sim_option("runtime_version"))); }
+SIM_EXPORT int hipRuntimeGetVersion(int *version) { CALL(0, set_int(version, (int)sim_option("runtime_version"))); }
 SIM_EXPORT int hipGetDeviceCount(int *count) { CALL(0, set_int(count, SIM_DEVICES)); }
 SIM_EXPORT int hipGetDevice(int *device) { CALL(0, set_int(device, sim_current_device())); }
 
@@ -243,9 +243,22 @@ SIM_EXPORT int hipMemExportToShareableHandle(void *out, uint64_t handle, int typ
 {
     CALL(MEMORY, flags ? sim_violation(SIM_INVALID_VALUE, "flags must be 0") : sim_export(handle, (unsigned)type, out));
 }
+/* ROCm 7.1 changed what shareable is for a descriptor: its address before, its value since. */
+static int import(uint64_t *handle, void *shareable, int type)
+{
+    bool is_value = (uintptr_t)shareable < 65536;
+    if (type == SIM_HANDLE_FD && sim_option("runtime_version") < 70100000) {
+        if (is_value)
+            return sim_violation(SIM_INVALID_VALUE, "this runtime would have read address %p", shareable);
+        shareable = (void *)(intptr_t)*(int *)shareable;
+    } else if (type == SIM_HANDLE_FD && !is_value) {
+        return sim_violation(SIM_INVALID_VALUE, "a descriptor passed by address");
+    }
+    return sim_import(handle, (unsigned)type, shareable);
+}
 SIM_EXPORT int hipMemImportFromShareableHandle(uint64_t *handle, void *shareable, int type)
 {
-    CALL(MEMORY, sim_import(handle, (unsigned)type, shareable));
+    CALL(MEMORY, import(handle, shareable, type));
 }
 SIM_EXPORT int hipMemRetainAllocationHandle(uint64_t *handle, void *address)
 {

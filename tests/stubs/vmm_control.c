@@ -45,6 +45,7 @@ static struct {
     {"set_access_first_sum", 0, 0},
     {"aligned_reserve_code", 0, 0},  /* reserving with an alignment answers this */
     {"refuse_address_hint", 0, 0},
+    {"runtime_version", 70226015, 0}, /* before 70100000 a descriptor is imported by address */
 };
 
 sim_state sim;
