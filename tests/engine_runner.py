@@ -54,11 +54,13 @@ def time_initialization(seconds: dict[str, float]) -> None:
     original = core.EngineCore._initialize_kv_caches
 
     def timed(*args: Any, **kwargs: Any) -> Any:
+        print(f"[engine_runner {time.strftime('%H:%M:%S')}] _initialize_kv_caches begins", flush=True)
         start = time.perf_counter()
         try:
             return original(*args, **kwargs)
         finally:
             seconds["initialize_kv_caches"] = time.perf_counter() - start
+            print(f"[engine_runner {time.strftime('%H:%M:%S')}] _initialize_kv_caches ends", flush=True)
 
     core.EngineCore._initialize_kv_caches = timed
 
