@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -90,7 +91,9 @@ def in_child(
     return decorate
 
 
-def run_child(body, arguments, *, leaks, violations, options, env, timeout_s=120) -> str:
+def run_child(
+    body, arguments, *, leaks=False, violations=False, options="", env=None, timeout_s=120, preload=()
+) -> str:
     """Run `body(**arguments)` in a child and check its end; returns what it printed."""
     with tempfile.TemporaryDirectory() as folder:
         report, output_path = Path(folder) / "report", Path(folder) / "output"
@@ -101,7 +104,7 @@ def run_child(body, arguments, *, leaks, violations, options, env, timeout_s=120
             "EKV_STUB_OPTIONS": ",".join(filter(None, (f"granularity={GRANULE}", options))),
             "EKV_HOST_GRANULARITY": str(GRANULE),
             "EKV_HIP_GRANULARITY": str(GRANULE),
-            **env,
+            **(env or {}),
         }
         request = {
             "module": Path(inspect.getfile(body)).stem,
@@ -111,7 +114,7 @@ def run_child(body, arguments, *, leaks, violations, options, env, timeout_s=120
             "output": str(output_path),
             "timeout_s": timeout_s,
         }
-        status = _server(os.environ.get(SANITIZED, "")).ask(request)
+        status = _server(os.environ.get(SANITIZED, ""), *preload).ask(request)
         events = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
         output = output_path.read_text()
     assert status == 0, f"the child ended with {status}:\n{output}"
@@ -127,12 +130,12 @@ def run_child(body, arguments, *, leaks, violations, options, env, timeout_s=120
 class _Server:
     """A process that has imported everything but touched no driver, and forks a child for each request."""
 
-    def __init__(self, sanitized: str) -> None:
+    def __init__(self, sanitized: str, preload: tuple[str, ...]) -> None:
         environment = {**os.environ, IN_CHILD: "1", "PYTHONPATH": os.pathsep.join((str(TESTS), str(ROOT)))}
         if sanitized:
             environment |= {"LD_PRELOAD": runtime_library("libasan.so"), "ASAN_OPTIONS": "detect_leaks=0"}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "import stub_lab; stub_lab.serve()"],
+            [sys.executable, "-c", "import stub_lab; stub_lab.serve()", *preload],
             env=environment,
             cwd=ROOT,
             stdin=subprocess.PIPE,
@@ -149,16 +152,18 @@ class _Server:
 
 
 @functools.cache
-def _server(sanitized: str) -> _Server:
-    return _Server(sanitized)
+def _server(sanitized: str, *preload: str) -> _Server:
+    return _Server(sanitized, preload)
 
 
 def serve() -> None:
     """Answer requests until the input ends; a child returns from here into the interpreter's normal end."""
     if SANITIZED in os.environ:
         _use_shim(os.environ[SANITIZED])
-    for name in ("pytest", "rig", "allocator.shim"):
+    for name in ("pytest", "rig", "allocator.shim", *sys.argv[1:]):
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a child's end need not look at what it has inherited
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         request = json.loads(line)
