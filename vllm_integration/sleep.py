@@ -1,0 +1,159 @@
+"""Sleep in the engine core: all ranks wake or none, and prefix-cache hits that survive a nap.
+
+vLLM's own flow stays: pause the scheduler, reset its caches, put every worker to sleep. With the option
+``sleep_backup`` a sleep of level 1 leaves the hashes of cached blocks where they are, and has the workers keep
+the content of those blocks; everything else, running requests included, goes vLLM's way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm_integration.log import format_bytes, logger
+
+__all__ = ["EngineSleep", "attach", "wrap_core_sleep", "wrap_finish_pause", "wrap_sleep", "wrap_wake_up"]
+
+TAG = "kv_cache"
+KEEPING_LEVEL = 1  # on level 2 other weights may follow, for which the content would be wrong
+
+
+class _KeepHashes:
+    """What stands for `clear_cache` while a pause is one that keeps the prefix cache; true, as it is."""
+
+
+KEEP_HASHES = _KeepHashes()
+
+
+def attach(core: Any, options: Any) -> None:
+    """Make the executor of `core`, whose workers all have an extensible cache, sleep with it."""
+    core.model_executor.ekv_sleep = EngineSleep(core, options.sleep_backup is not None)
+
+
+def wrap_core_sleep(original: Any) -> Any:
+    """Wrap `EngineCore.sleep`: a pause before a nap that keeps content must not reset the prefix cache."""
+
+    @functools.wraps(original)
+    def sleep(self: Any, level: int = 1, mode: str = "abort") -> Any:
+        mine = _of(self.model_executor)
+        if mine is None or not mine.keeps(level):
+            return original(self, level, mode)
+        pause = self.pause_scheduler
+        self.pause_scheduler = lambda mode, clear_cache: pause(mode=mode, clear_cache=KEEP_HASHES)
+        try:
+            return original(self, level, mode)
+        finally:
+            del self.pause_scheduler
+
+    return sleep
+
+
+def wrap_finish_pause(original: Any) -> Any:
+    """Wrap `EngineCore._finish_pause`, where the caches are reset, perhaps long after `sleep` returned."""
+
+    @functools.wraps(original)
+    def _finish_pause(self: Any, clear_cache: Any) -> Any:
+        if clear_cache is not KEEP_HASHES:
+            return original(self, clear_cache)
+        with _hashes_kept(self.scheduler.kv_cache_manager):
+            return original(self, True)
+
+    return _finish_pause
+
+
+def wrap_sleep(original: Any) -> Any:
+    """Wrap `Executor.sleep`."""
+
+    @functools.wraps(original)
+    def sleep(self: Any, level: int = 1) -> Any:
+        mine = _of(self)
+        if mine is not None:
+            mine.before_sleep(level)
+        return original(self, level)
+
+    return sleep
+
+
+def wrap_wake_up(original: Any) -> Any:
+    """Wrap `Executor.wake_up`."""
+
+    @functools.wraps(original)
+    def wake_up(self: Any, tags: list[str] | None = None) -> Any:
+        mine = _of(self)
+        if mine is not None:
+            mine.before_wake_up(tags)
+        return original(self, tags)
+
+    return wake_up
+
+
+class EngineSleep:
+    """Belongs to one engine core, and is used from its main thread."""
+
+    def __init__(self, core: Any, backup: bool) -> None:
+        self.core, self.executor, self.backup = core, core.model_executor, backup
+
+    def keeps(self, level: int) -> bool:
+        """Return whether the content of cached blocks is to survive a sleep of this level."""
+        if not self.backup or level != KEEPING_LEVEL:
+            return False
+        # Since 0.31: what is kept beside the cache for its blocks would be reset all the same.
+        return getattr(self.core.scheduler, "aux_output_connector", None) is None
+
+    def before_sleep(self, level: int) -> None:
+        """Have the workers keep what is cached; when one cannot, none does, and the hashes are reset."""
+        if not self.keeps(level) or self.executor.sleeping_tags:
+            return  # where any part is asleep, a cache that is awake stays so
+        answers = self.executor.collective_rpc("ekv_save", args=(self._cached_blocks(),))
+        failed = next((answer for answer in answers if answer["error"]), None)
+        if failed is None:
+            kept = max((answer["value"] or 0 for answer in answers), default=0)
+            logger.info("Extensible KV cache: %s of each rank's cache are kept asleep.", format_bytes(kept))
+            return
+        self.executor.collective_rpc("ekv_forget")
+        self.core._reset_caches()
+        logger.warning(
+            "Extensible KV cache: the content is not kept over this sleep, because rank %d cannot: %s",
+            failed["rank"],
+            failed["error"],
+        )
+
+    def before_wake_up(self, tags: list[str] | None) -> None:
+        """Back the cache on every rank, or raise with all of them asleep as before."""
+        from allocator.errors import PoolOutOfMemoryError
+
+        asleep = self.executor.sleeping_tags
+        wanted = asleep if tags is None else tags
+        if TAG not in wanted or not asleep.issuperset(wanted):
+            return
+        answers = self.executor.collective_rpc("ekv_wake")
+        failed = next((answer for answer in answers if answer["error"]), None)
+        if failed is not None:
+            self.executor.collective_rpc("ekv_sleep_again")
+            raise PoolOutOfMemoryError(
+                f"rank {failed['rank']} could not take its KV cache's memory again, so the engine stays "
+                f"asleep: {failed['error']}"
+            )
+
+    def _cached_blocks(self) -> list[int]:
+        blocks = self.core.scheduler.kv_cache_manager.block_pool.blocks
+        return [
+            block.block_id
+            for block in blocks
+            if not block.is_null and (block.ref_cnt > 0 or block.block_hash is not None)
+        ]
+
+
+def _of(executor: Any) -> EngineSleep | None:
+    return getattr(executor, "ekv_sleep", None)
+
+
+@contextmanager
+def _hashes_kept(manager: Any) -> Iterator[None]:
+    manager.reset_prefix_cache = lambda: True
+    try:
+        yield
+    finally:
+        del manager.reset_prefix_cache

@@ -1,0 +1,177 @@
+"""Sleep in a worker: the pool gives its memory back after vLLM's own work, and takes it again before that.
+
+Addresses stay, so captured graphs do. Where weights are in vLLM's sleep mode (``--enable-sleep-mode``) they go
+its way; otherwise, and on a CPU, where vLLM has none, only the KV cache sleeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_integration.log import format_bytes, logger
+
+__all__ = ["Nap", "SleepingWorker"]
+
+TAG = "kv_cache"
+CPU_WORKER = "vllm.v1.worker.cpu_worker"
+
+
+class Nap:
+    """One worker's pool over sleep and wake-up, with the content that is to survive it."""
+
+    def __init__(self, pool: Any, rank: int) -> None:
+        self.pool, self.rank = pool, rank
+        self.backup: Any = None
+        self.state = "awake"  # "asleep", and "waking" until vLLM's own part of the wake-up is done
+
+    def save(self, blocks: list[int]) -> int:
+        """Keep the content of `blocks` in host memory; return its bytes. Not while the pool has none."""
+        from allocator import backup
+
+        if self.state == "awake":
+            self.drop()
+            saved = backup.save(self.pool, blocks)
+            saved.wait()
+            self.backup = saved
+        return self.backup.num_bytes if self.backup else 0
+
+    def release(self) -> None:
+        """Give the memory back; a second time changes nothing."""
+        num_bytes = self.pool.physical_bytes
+        self.pool.release_physical()
+        self.state = "asleep"
+        if num_bytes:
+            kept = f", {format_bytes(self.backup.num_bytes)} kept in host memory" if self.backup else ""
+            logger.info(
+                "Extensible KV cache: rank %d gave back %s%s.", self.rank, format_bytes(num_bytes), kept
+            )
+
+    def wake(self) -> None:
+        """Back the same blocks again, with what was kept and else zeros; or raise and stay asleep."""
+        if self.state != "asleep":
+            return
+        self.pool.recommit()
+        if self.backup:
+            try:
+                self.backup.restore(self.pool)
+                self.backup.wait()
+            except BaseException:
+                self.pool.release_physical()
+                raise
+        self.state = "waking"
+
+    def finish(self) -> None:
+        """Be awake for good: what was kept is not needed any more."""
+        if self.state == "waking":
+            self.state = "awake"
+            self.drop()
+            blocks, size = self.pool.committed_blocks, format_bytes(self.pool.physical_bytes)
+            seconds = self.pool.last_commit_seconds
+            logger.info(
+                "Extensible KV cache: rank %d backed %d blocks (%s) again in %.3f s.",
+                self.rank,
+                blocks,
+                size,
+                seconds,
+            )
+
+    def drop(self) -> None:
+        """Forget what was kept."""
+        saved, self.backup = self.backup, None
+        if saved is not None:
+            saved.drop()
+
+
+class SleepingWorker:
+    """The part of `ExtensibleWorker` that sleeps; without a pool every call is vLLM's own."""
+
+    _ekv: Any
+    _ekv_nap: Nap | None = None
+
+    # From here on, what vLLM calls.
+
+    def sleep(self: Any, level: int = 1) -> None:
+        """Sleep as vLLM does, then give the cache's memory back."""
+        nap = self._ekv_current_nap()
+        if nap is None:
+            return super().sleep(level)
+        if level != 1:
+            nap.drop()  # the weights may be others afterwards
+        try:
+            _unless_unsupported(super().sleep)(level)
+        except BaseException:
+            nap.drop()
+            raise
+        nap.release()
+
+    def wake_up(self: Any, tags: list[str] | None = None) -> None:
+        """Take the cache's memory, then wake up as vLLM does; whichever fails, the cache stays asleep."""
+        nap = self._ekv_current_nap()
+        if nap is None:
+            return super().wake_up(tags)
+        mine = tags is None or TAG in tags
+        if mine:
+            nap.wake()
+        try:
+            _unless_unsupported(super().wake_up)(tags)
+        except BaseException:
+            if mine and nap.state == "waking":
+                nap.release()
+            raise
+        if mine:
+            nap.finish()
+
+    def discard(self: Any, tags: tuple[str, ...]) -> None:
+        """Discard as vLLM does (0.31 and later), then give the cache's memory back; nothing is kept."""
+        nap = self._ekv_current_nap()
+        if nap is None or TAG not in tags:
+            return super().discard(tags)
+        discard = super().discard
+        (_unless_unsupported(discard) if set(tags) == {TAG} else discard)(tags)
+        nap.drop()
+        nap.release()
+
+    # From here on, what the engine calls.
+
+    def ekv_save(self: Any, blocks: list[int]) -> dict[str, Any]:
+        """Keep the content of `blocks` over the sleep that follows; the answer says whether it worked."""
+        return self._ekv_answer(lambda nap: nap.save(blocks))
+
+    def ekv_forget(self: Any) -> dict[str, Any]:
+        """Undo `ekv_save`."""
+        return self._ekv_answer(lambda nap: nap.drop())
+
+    def ekv_wake(self: Any) -> dict[str, Any]:
+        """Take the cache's memory again; the answer says whether it worked."""
+        return self._ekv_answer(lambda nap: nap.wake())
+
+    def ekv_sleep_again(self: Any) -> dict[str, Any]:
+        """Undo `ekv_wake`."""
+        return self._ekv_answer(lambda nap: nap.release() if nap.state == "waking" else None)
+
+    def _ekv_answer(self: Any, step: Callable[[Nap], Any]) -> dict[str, Any]:
+        from allocator.errors import EkvError
+
+        nap, error, value = self._ekv_current_nap(), None, None
+        if nap is not None:
+            try:
+                value = step(nap)
+            except (EkvError, MemoryError) as failure:
+                error = str(failure)
+        return {"rank": self.rank, "error": error, "value": value}
+
+    def _ekv_current_nap(self: Any) -> Nap | None:
+        cache = self._ekv
+        if cache is None or cache.pool is None:
+            return None
+        if self._ekv_nap is None or self._ekv_nap.pool is not cache.pool:
+            self._ekv_nap = Nap(cache.pool, self.rank)
+        return self._ekv_nap
+
+
+def _unless_unsupported(method: Callable[..., None]) -> Callable[..., None]:
+    """Return `method`, or nothing to call where it is the CPU worker's, which only says that it cannot."""
+    if getattr(method, "__module__", None) == CPU_WORKER:
+        return lambda *args: None
+    return method
