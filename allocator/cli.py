@@ -16,7 +16,7 @@ from rich.text import Text
 
 from allocator import results
 from allocator.errors import EkvError
-from allocator.pool_map import MapRow, format_bytes, rows_of, summary_of
+from allocator.pool_map import MapRow, format_bytes, rows_of, snapshot_in, summary_of
 
 __all__ = ["main"]
 
@@ -87,15 +87,18 @@ def doctor(device: str | None, as_json: bool, no_vllm: bool) -> None:
 @click.option(
     "--output", type=click.Path(dir_okay=False, path_type=Path), help="Draw it into this PNG or SVG."
 )
-def map_command(snapshot: Path, output: Path | None) -> None:
+@click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Of an engine's workers.")
+def map_command(snapshot: Path, output: Path | None, rank: int) -> None:
     """Show where the memory of a pool lies.
 
-    SNAPSHOT is what json.dump(pool.snapshot(), file) wrote.
+    SNAPSHOT is what json.dump(pool.snapshot(), file) wrote, the report of an engine (option "report"), or
+    what its server answers to a /collective_rpc of ekv_snapshot.
     """
     try:
         data = json.loads(snapshot.read_text(encoding="utf-8"))
     except ValueError as error:
         raise click.ClickException(f"{snapshot} is not JSON: {error}") from None
+    data = snapshot_in(data, rank)
     rows, console = rows_of(data), results.wide_console()
     console.print(summary_of(data), highlight=False)
     console.print(_map_table(rows))

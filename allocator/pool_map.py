@@ -9,7 +9,7 @@ from typing import Any
 
 from allocator.errors import PoolValueError
 
-__all__ = ["MapRow", "format_bytes", "rows_of", "straddled_granules", "summary_of"]
+__all__ = ["MapRow", "format_bytes", "rows_of", "snapshot_in", "straddled_granules", "summary_of"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,32 @@ def rows_of(snapshot: Mapping[str, Any]) -> list[MapRow]:
         return [row for index in range(_num_reservations(snapshot)) for row in _rows(snapshot, index)]
     except (KeyError, TypeError) as error:
         raise PoolValueError(f"this is no pool snapshot: {type(error).__name__} {error}") from None
+
+
+def snapshot_in(data: Any, rank: int = 0) -> Any:
+    """Return the snapshot of `rank` in what an engine said of its workers; a snapshot is returned as it is.
+
+    `data` is an engine's report (``{"ranks": [{"rank", "snapshot"}, ...]}``), the answer of its server to a
+    ``/collective_rpc`` (``{"results": [snapshot, ...]}``), or the list in it.
+
+    Raises
+    ------
+    PoolValueError
+        There is no such rank with a pool; the message names those that there are.
+    """
+    if isinstance(data, Mapping) and isinstance(data.get("ranks"), list):
+        several = [entry.get("snapshot") for entry in data["ranks"] if isinstance(entry, Mapping)]
+    elif isinstance(data, Mapping) and isinstance(data.get("results"), list):
+        several = data["results"]
+    elif isinstance(data, list):
+        several = data
+    else:
+        return data
+    found = {entry.get("rank"): entry for entry in several if isinstance(entry, Mapping)}
+    if rank not in found:
+        ranks = ", ".join(str(name) for name in found) or "none"
+        raise PoolValueError(f"there is no pool snapshot of rank {rank}; there are: {ranks}")
+    return found[rank]
 
 
 def summary_of(snapshot: Mapping[str, Any]) -> str:

@@ -161,6 +161,22 @@ def test_map_output_draws_a_picture(snapshot_path: Path, suffix: str) -> None:
 PARTIAL = '{"committed_blocks": 1, "reservations": [], "segments": [], "chunks": []}'
 
 
+@pytest.mark.parametrize("form", ["report", "answer", "list"])
+def test_map_finds_a_rank_in_what_an_engine_said(tmp_path: Path, snapshot_path: Path, form: str) -> None:
+    snapshot = json.loads(snapshot_path.read_text())
+    several = [None, {**snapshot, "rank": 1}]
+    data = {
+        "report": {"kind": "extensible-kv start", "ranks": [{"rank": 1, "snapshot": several[1]}]},
+        "answer": {"results": several},
+        "list": several,
+    }[form]
+    path = tmp_path / "several.json"
+    path.write_text(json.dumps(data))
+    assert run_cli("map", str(path), "--rank", "1").output == run_cli("map", str(snapshot_path)).output
+    done = run_program("map", str(path))
+    assert done.returncode == 1 and "no pool snapshot of rank 0; there are: 1" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

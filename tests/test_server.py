@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -59,6 +61,7 @@ def stock(tiny_model_path: Path, engine_env: dict[str, str], tmp_path_factory: A
         answers = {
             "completions": [_complete(client, prompt) for prompt in PROMPTS],
             "chat": _chat(client, "hello"),
+            "metrics": server.get("/metrics"),
             "exit": server.stop(),
             "log": server.log.read_text(errors="replace"),
         }
@@ -74,7 +77,11 @@ def server(
     """Return a server with the flag, started after the stock one has stopped."""
     env = {**engine_env, "VLLM_SERVER_DEV_MODE": "1"}  # opens /collective_rpc, to ask the workers themselves
     log = tmp_path_factory.mktemp("server") / "log.txt"
-    server = Server(tiny_model_path, log, env, *FLAGS, "--enable-extensible-kv-cache")
+    report = log.with_name("report.json")
+    options = json.dumps({"extensible_kv_cache": {"report": str(report)}})
+    flags = ("--enable-extensible-kv-cache", "--additional-config", options)
+    server = Server(tiny_model_path, log, env, *FLAGS, *flags)
+    server.report = report
     try:
         server.wait_until_healthy()
         yield server
@@ -122,6 +129,62 @@ def test_metrics_show_committed_blocks_not_reserved_ones(server: Server) -> None
     snapshot, info = _snapshot(server), _cache_info(server)
     assert 0 < snapshot["committed_blocks"] < snapshot["capacity_blocks"]
     assert int(info["num_gpu_blocks"]) == snapshot["committed_blocks"]
+
+
+def _gauges(server: Server, name: str) -> dict[str, float]:
+    """Values of one gauge by their labels, as text."""
+    found = re.findall(rf"^extensible_kv:{name}\{{([^}}]*)\}} (\S+)$", server.get("/metrics"), re.M)
+    return {labels: float(value) for labels, value in found}
+
+
+def test_metrics_show_pool_of_each_rank(server: Server) -> None:
+    """From the workers through the engine core into the process that serves `/metrics`."""
+    snapshot, info = _snapshot(server), _cache_info(server)
+    only = 'engine="0",model_name="tiny",rank="0"'
+    block_bytes = snapshot["bytes_per_block"]
+    for name, value in (
+        ("committed_blocks", int(info["num_gpu_blocks"])),
+        ("committed_bytes", snapshot["committed_blocks"] * block_bytes),
+        ("capacity_blocks", snapshot["capacity_blocks"]),
+        ("capacity_bytes", snapshot["capacity_blocks"] * block_bytes),
+        ("physical_bytes", snapshot["physical_bytes"]),
+    ):
+        assert _gauges(server, name) == {only: value}, name
+    assert 0 < _gauges(server, "commit_seconds")[only] < 60
+
+
+def test_metrics_show_start_up_table_that_adds_up(server: Server) -> None:
+    values = _gauges(server, "memory_bytes")
+    parts = {source: {} for source in ("stock", "measured")}
+    for labels, value in values.items():
+        named = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        parts[named["source"]][named["part"]] = value
+    assert {"weights", "other", "graphs and warm-up", "widest step", "margin"} < set(parts["measured"])
+    assert parts["measured"]["KV cache"] == _snapshot(server)["physical_bytes"]
+    # Both columns are the same requested memory, divided differently.
+    assert sum(parts["measured"].values()) == sum(parts["stock"].values())
+
+
+def test_metrics_without_flag_have_none_of_ours(stock: dict[str, Any]) -> None:
+    assert "vllm:cache_config_info" in stock["metrics"]
+    assert "extensible_kv" not in stock["metrics"]
+
+
+def test_report_of_running_server_is_drawn_as_map(server: Server, tmp_path: Path) -> None:
+    """Both ways to a map: the file that the option names, and what the server itself answers."""
+    program = str(Path(sys.executable).with_name("extensible-kv"))
+    answer = tmp_path / "answer.json"
+    answer.write_text(server.get("/collective_rpc", b'{"method": "ekv_snapshot"}'))
+    report = json.loads(server.report.read_text())
+    assert report["blocks"] == report["ranks"][0]["committed_blocks"] == _snapshot(server)["committed_blocks"]
+    for path in (server.report, answer):
+        picture = path.with_suffix(".png")
+        done = subprocess.run(
+            [program, "map", str(path), "--output", str(picture)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"{report['blocks']:,} of " in done.stdout
+        assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_metrics_usage_returns_to_zero_after_requests(server: Server) -> None:

@@ -63,11 +63,12 @@ def test_unpacked_releases_match_every_record(hooks: types.ModuleType, patches: 
 
 
 def test_every_record_says_why_and_until_when(hooks: types.ModuleType) -> None:
-    for patch in (*hooks.FLAG, *hooks.ENGINE, *hooks.ALLOCATION):
+    patches = (*hooks.FLAG, *hooks.ENGINE, *hooks.CLIENT, *hooks.ALLOCATION)
+    for patch in patches:
         assert patch.target.why
         assert patch.tested
         assert patch.remove_when
-    assert len({str(p.target) for p in (*hooks.FLAG, *hooks.ENGINE, *hooks.ALLOCATION)}) == 9
+    assert len({str(patch.target) for patch in patches}) == 15
 
 
 @pytest.mark.parametrize(

@@ -98,9 +98,13 @@ def test_log_tells_the_story_once(flagged: dict[str, Any]) -> None:
     figures, (snapshot,), _ = flagged["results"][len(STEPS) :]
     lines = [line for line in log.splitlines() if "Extensible KV cache:" in line]
     assert len(lines) == 3
+    assert log.count("vLLM's profile") == 1
     assert f"for up to {snapshot['capacity_blocks']} blocks in 4 segments" in lines[0]
     assert f"backed {snapshot['prefix_blocks']} blocks" in lines[0]
-    assert re.search(r"warm-up and graphs took \S+ MiB and the widest step keeps \S+ MiB", lines[1])
+    assert "requested go on rank 0" in lines[1]
+    table = re.findall(r"\]   ([a-zA-Z -]+?) {2,}(- |-?[\d.]+ [MG]iB) +(-?[\d.]+ [MG]iB)$", log, re.M)
+    parts = ["weights", "other", "graphs and warm-up", "widest step", "margin", "KV cache", "unused"]
+    assert [row[0] for row in table] == parts
     assert f"{figures['num_gpu_blocks']} blocks ({figures['kv_cache_size_tokens']:,} tokens)" in lines[2]
     sizes = re.findall(r"KV cache size: ([\d,]+) tokens", log)
     assert sizes == [f"{figures['kv_cache_size_tokens']:,}"], "only the final size is logged"

@@ -33,6 +33,12 @@ class Options:
         Largest physical allocation, in bytes; also the unit of shrinking. None takes the allocator's default.
     warmup_blocks : int or None
         Blocks that are backed during warm-up, at least 2. None derives it from what warm-up touches.
+    report : str or None
+        Path of a JSON file that the engine core writes once it is ready, see `report.build`. Engines of data
+        parallelism after the first add ``.engine1`` and so on to the name.
+    sleep_backup : str or None
+        ``"cpu"``: a sleep of level 1 keeps the content of cached blocks in host memory, so that prefix-cache
+        hits survive it. None: the content is gone, as vLLM's own sleep has it.
     enabled : bool
         False is the same as leaving the switch out.
     """
@@ -40,12 +46,18 @@ class Options:
     margin_bytes: int = DEFAULT_MARGIN_BYTES
     max_chunk_bytes: int | None = None
     warmup_blocks: int | None = None
+    report: str | None = None
+    sleep_backup: str | None = None
     enabled: bool = True
 
     def __post_init__(self) -> None:
         _check_int("margin_bytes", self.margin_bytes, 0)
         _check_int("max_chunk_bytes", self.max_chunk_bytes, 1, optional=True)
         _check_int("warmup_blocks", self.warmup_blocks, 2, optional=True)
+        if self.report is not None and (not isinstance(self.report, str) or not self.report):
+            raise ValueError(f"{SWITCH}: report must be a path, got {self.report!r}")
+        if self.sleep_backup not in (None, "cpu"):
+            raise ValueError(f'{SWITCH}: sleep_backup must be "cpu" or null, got {self.sleep_backup!r}')
         if not isinstance(self.enabled, bool):
             raise ValueError(f"{SWITCH}: enabled must be true or false, got {self.enabled!r}")
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from vllm_integration import fallback, final_size, report
+from vllm_integration import fallback, final_size, report, sleep
 from vllm_integration.config import Options, options_of
 from vllm_integration.worker_names import PREFIX
 
@@ -75,7 +75,12 @@ class TwoPhaseSizing:
         if self.reason:
             return config
         sizes = final_size.settle(self, config)
-        report.tell(self.vllm_config, config, sizes, time.perf_counter() - start)
+        sleep.attach(self.core, self.options)
+        told = report.build(self, config, sizes, time.perf_counter() - start)
+        report.tell(told)
+        if self.options.report is not None:
+            report.write(told, self.options.report)
+        self.core._ekv_report = told  # for the ready message
         return config
 
     def plan(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -15,7 +15,12 @@ from vllm_integration.worker_names import extensible_name
 __all__ = ["activate", "apply_allocation_patches", "incompatibility", "register", "unregister"]
 
 PATCHER = patches.Patcher()
-GROUPS = {"flag": hooks.FLAG, "engine": hooks.ENGINE, "allocation": hooks.ALLOCATION}
+GROUPS = {
+    "flag": hooks.FLAG,
+    "engine": hooks.ENGINE,
+    "client": hooks.CLIENT,
+    "allocation": hooks.ALLOCATION,
+}
 
 
 def register() -> None:
@@ -64,6 +69,7 @@ def activate(vllm_config: Any, *, quiet: bool = False) -> None:
     if reason is None:
         try:
             PATCHER.apply("engine", hooks.ENGINE)
+            PATCHER.apply("client", hooks.CLIENT)
             return
         except patches.PatchError as error:
             reason = str(error)

@@ -1,21 +1,65 @@
-"""The story of a start, in a few lines of the log."""
+"""The story of a start: a few lines and one table in the log, and everything as plain data.
+
+The data is what `build` returns; with the option ``report`` it is also written to a JSON file, from which
+``extensible-kv map`` draws the pools.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from vllm_integration.log import format_bytes, logger
+from vllm_integration.start_table import format_table
 
-__all__ = ["tell"]
+__all__ = ["build", "path_for", "tell", "write"]
+
+KIND = "extensible-kv start"
 
 
-def tell(vllm_config: Any, config: Any, sizes: Any, seconds: float) -> None:
+def build(sizing: Any, config: Any, sizes: Any, seconds: float) -> dict[str, Any]:
+    """Return what a start came to, as plain data.
+
+    Parameters
+    ----------
+    sizing : TwoPhaseSizing
+        The start that has ended.
+    config : KVCacheConfig
+        The scheduler's, with the final size.
+    sizes : Sizes
+        What was committed.
+    seconds : float
+        Wall time of the start of the cache, profile and warm-up included.
+
+    Returns
+    -------
+    dict
+        ``kind``, ``engine`` (its index in data parallelism), ``blocks`` and ``tokens`` (the final size),
+        ``max_model_len``, ``seconds``, and ``ranks``: what each worker that has a cache answers to
+        `ekv_report`.
+    """
+    vllm_config = sizing.vllm_config
+    return {
+        "kind": KIND,
+        "engine": getattr(sizing.core, "engine_index", 0),
+        "blocks": sizes.blocks,
+        "tokens": vllm_config.cache_config.kv_cache_size_tokens or 0,
+        "max_model_len": vllm_config.model_config.max_model_len,
+        "seconds": seconds,
+        "ranks": [rank for rank in sizing.rpc("ekv_report") if rank is not None],
+    }
+
+
+def tell(report: Mapping[str, Any]) -> None:
     """Log what was reserved, measured and committed. Figures are those of the tightest rank."""
-    ranks = [m for m in sizes.measured if m["blocks"] is not None]
+    ranks = report["ranks"]
     if not ranks:
         return
-    m = min(ranks, key=lambda rank: rank["blocks"])
-    commits = {c["rank"]: c for c in sizes.commits}
+    m = min(ranks, key=lambda rank: rank["measured"]["blocks"])["measured"]
+    rank = next(r for r in ranks if r["rank"] == m["rank"])
     logger.info(
         "Extensible KV cache: reserved %s of addresses for up to %d blocks in %d segments, "
         "and backed %d blocks (%s) for warm-up.",
@@ -26,24 +70,37 @@ def tell(vllm_config: Any, config: Any, sizes: Any, seconds: float) -> None:
         format_bytes(m["prefix_bytes"]),
     )
     logger.info(
-        "Extensible KV cache: warm-up and graphs took %s and the widest step keeps %s "
-        "(vLLM's profile: %s for activations, graphs not estimated); in use without the cache: "
-        "%s of %s requested, margin %s.",
-        format_bytes(max(0, m["warm_up_bytes"])),
-        format_bytes(max(0, m["widest_step_bytes"])),
-        format_bytes(m["stock_peak_activation_bytes"]),
-        format_bytes(m["used_bytes"]),
+        "Extensible KV cache: where %s requested go on rank %d, graphs measured and not estimated:\n%s",
         format_bytes(m["requested_bytes"]),
-        format_bytes(m["margin_bytes"]),
+        m["rank"],
+        "\n".join(format_table(rank["table"])),
     )
     logger.info(
         "Extensible KV cache: %d blocks (%s tokens) committed, %s on each of %d ranks, in %.3f s; "
         "without it the profile allowed %d blocks. Ready after %.2f s.",
-        sizes.blocks,
-        f"{vllm_config.cache_config.kv_cache_size_tokens or 0:,}",
-        format_bytes(commits[m["rank"]].get("physical_bytes", 0)),
+        report["blocks"],
+        f"{report['tokens']:,}",
+        format_bytes(rank["physical_bytes"]),
         len(ranks),
-        max(c["seconds"] for c in sizes.commits),
+        max(r["commit_seconds"] for r in ranks),
         (m["stock_bytes"] or 0) // m["bytes_per_block"],
-        seconds,
+        report["seconds"],
     )
+
+
+def path_for(path: str, engine: int) -> Path:
+    """Return where engine number `engine` writes: `path`, and for others than the first a name beside it."""
+    first = Path(path)
+    return first if engine == 0 else first.with_name(f"{first.stem}.engine{engine}{first.suffix}")
+
+
+def write(report: Mapping[str, Any], path: str) -> None:
+    """Write `report` as JSON, whole or not at all; a file that cannot be written is only worth a warning."""
+    target = path_for(path, report["engine"])
+    unfinished = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(target)
+    except OSError as error:
+        logger.warning("Extensible KV cache: the report could not be written: %s", error)
+        unfinished.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from typing import Any
 from vllm_integration import allocation, fallback, measure, own_context, worker_checks
 from vllm_integration.config import Options
 from vllm_integration.prefix import warmup_blocks
+from vllm_integration.worker_sleep import SleepingWorker
 from vllm_integration.worker_state import WorkerCache
 
 __all__ = ["ExtensibleWorker", "UnsupportedWorker", "extend"]
@@ -43,7 +44,7 @@ class UnsupportedWorker:
         )
 
 
-class ExtensibleWorker:
+class ExtensibleWorker(SleepingWorker):
     """Overrides for a worker class that comes after it in the method resolution order."""
 
     _ekv: WorkerCache | None = None
@@ -149,6 +150,11 @@ class ExtensibleWorker:
     def ekv_rollback(self: Any) -> dict[str, Any]:
         """Go back to the prefix, and return how many blocks would fit now."""
         return self._ekv.rollback(self)
+
+    def ekv_report(self: Any) -> dict[str, Any] | None:
+        """Return what was measured and committed, with the pool as plain data; or None without one."""
+        cache = self._ekv
+        return None if cache is None or cache.pool is None else cache.report(self)
 
     def ekv_snapshot(self: Any) -> dict[str, Any] | None:
         """Return the pool as plain data, or None without one."""

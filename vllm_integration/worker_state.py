@@ -9,6 +9,7 @@ from vllm_integration import measure
 from vllm_integration.config import Options
 from vllm_integration.log import logger
 from vllm_integration.stages import Stages
+from vllm_integration.start_table import start_table
 from vllm_integration.worker_checks import reservable_bytes
 
 __all__ = ["WorkerCache"]
@@ -36,6 +37,7 @@ class WorkerCache:
         self.requested_bytes, self.initial_free_bytes = _budget(worker)
         self.explicit = False
         self.profile_free_bytes = 0
+        self.measured: dict[str, Any] = {}
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         """Record the block as one stage of this worker's start."""
@@ -119,8 +121,9 @@ class WorkerCache:
             free = measure.free_bytes(device)
         committed = pool.physical_bytes
         budget, used = self._budget_now(device, free, committed)
-        return {
+        self.measured = {
             "rank": self.rank,
+            "explicit": self.explicit,
             "blocks": pool.max_blocks_within(budget),
             # What an explicit size may take: anything but the memory that the widest step needs.
             "blocks_free": pool.max_blocks_within(free + committed),
@@ -142,7 +145,9 @@ class WorkerCache:
             "widest_step_bytes": warm_free - free,
             "stock_bytes": self.stock_bytes,
             "stock_peak_activation_bytes": self.peak_activation_bytes,
+            "weights_bytes": _model_bytes(worker),
         }
+        return self.measured
 
     def _budget_now(self, device: Any, free: int, committed: int) -> tuple[int, int]:
         """Return the bytes that the cache may hold, 0 where nothing is left, and those in use without it."""
@@ -192,6 +197,22 @@ class WorkerCache:
         self.pool.shrink(self.prefix_blocks)
         most = measure.free_bytes(worker.device) + self.pool.physical_bytes
         return {"rank": self.rank, "blocks": self.pool.max_blocks_within(most)}
+
+    def report(self, worker: Any) -> dict[str, Any]:
+        """Return what was measured, the start-up table, and the pool as it is now."""
+        pool = self.pool
+        return {
+            "rank": self.rank,
+            "capacity_blocks": pool.capacity_blocks,
+            "capacity_bytes": pool.capacity_blocks * self.bytes_per_block,
+            "committed_blocks": pool.committed_blocks,
+            "committed_bytes": pool.committed_blocks * self.bytes_per_block,
+            "physical_bytes": pool.physical_bytes,
+            "commit_seconds": pool.last_commit_seconds,
+            "table": start_table(self.measured, pool.physical_bytes) if self.measured else [],
+            "measured": self.measured,
+            "snapshot": self.snapshot(worker),
+        }
 
     def snapshot(self, worker: Any) -> dict[str, Any]:
         """Return the pool's snapshot with this worker's rank and its block size in bytes."""
