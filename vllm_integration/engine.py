@@ -112,8 +112,9 @@ class TwoPhaseSizing:
             return configs
         fallback.warn(self.reason)
         self.vllm_config.model_config.max_model_len = max_model_len
-        stock = self.rpc("ekv_abandon") if any(specs) else stock_available
-        return original(args[0], specs, stock, *args[3:], **kwargs)
+        abandoned = self.rpc("ekv_abandon")  # an answer for each worker, of use where there was a profile
+        available = abandoned if any(specs) else stock_available
+        return original(args[0], specs, available, *args[3:], **kwargs)
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         """Call `method` on every worker, and return their answers in rank order."""
