@@ -51,10 +51,11 @@ def stub_library(driver: str, *extra_flags: str) -> Path:
     return compile_c(f"lib{driver}_stub.so", sources, flags, sorted(stubs.glob("*.h")))
 
 
-def sanitized_program(name: str, sanitizer: str) -> Path:
-    """Build tests/c/NAME.c together with the shim's sources."""
+def sanitized_program(name: str, sanitizer: str, *wrapped: str) -> Path:
+    """Build tests/c/NAME.c together with the shim's sources; it defines __wrap_NAME for each wrapped."""
     sources = [TESTS / "c" / f"{name}.c", *sorted(CSRC.glob("*.c"))]
     flags = (*WARNINGS, "-std=gnu11", "-O1", f"-I{CSRC}", *SANITIZERS[sanitizer])
+    flags += tuple(f"-Wl,--wrap={function}" for function in wrapped)
     return compile_c(f"{name}-{sanitizer}", sources, flags, sorted(CSRC.glob("*.h")))
 
 

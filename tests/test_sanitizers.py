@@ -54,3 +54,16 @@ def test_undo_is_clean(name, monkeypatch):
 def test_random_operations_are_clean(driver, monkeypatch):
     monkeypatch.setenv(SANITIZED, str(sanitized_shim()))
     test_state_machine.test_any_sequence_of_operations_agrees_with_the_model(driver=driver)
+
+
+def test_host_driver_any_system_call_or_malloc_fails():
+    wrapped = "malloc calloc realloc mmap munmap mprotect madvise memfd_create fallocate close".split()
+    program = sanitized_program("host_ladder", "address", *wrapped)
+    environment = {**os.environ, "EKV_HOST_GRANULARITY": str(GRANULE)}
+    run = subprocess.run(
+        [str(program)], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    steps = [line.split(": ") for line in run.stdout.splitlines()]
+    assert len(steps) == 16
+    assert all(int(count) > 1 for _, count in steps), steps

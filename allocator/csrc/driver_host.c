@@ -218,10 +218,11 @@ static int host_unmap(ekv_device *device, uint64_t address, uint64_t size)
     return 0;
 }
 
+/* Linux has closed the descriptor also when close says that it failed: closing it again could close somebody else's. */
 static int host_release(ekv_device *device, ekv_handle handle, uint64_t size)
 {
-    if (close((int)handle))
-        return ekv_fail(device, "close", errno, 0, size);
+    (void)device;
+    close((int)handle);
     created -= size;
     return 0;
 }
