@@ -15,7 +15,8 @@ from cffi import FFI
 TESTS = Path(__file__).resolve().parent
 BUILD = TESTS.parent / "build" / "tests"
 CSRC = TESTS.parent / "allocator" / "csrc"
-STUB_SOURCES = ("vmm_sim.c", "vmm_share.c", "vmm_work.c", "vmm_control.c", "vmm_rules.c")
+SIMULATION = ("vmm_space.c", "vmm_map.c", "vmm_share.c", "vmm_work.c", "vmm_control.c", "vmm_rules.c")
+STUBS = {"cuda": ("cuda_stub.c", "cuda_query.c"), "hip": ("hip_stub.c",)}
 WARNINGS = ("-g", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-pthread")
 SANITIZERS = {
     "thread": ("-fsanitize=thread",),
@@ -46,7 +47,7 @@ def compile_c(name: str, sources: list[Path], flags: tuple[str, ...], headers: l
 def stub_library(driver: str, *extra_flags: str) -> Path:
     """Build the stub library of "cuda" or "hip"."""
     stubs = TESTS / "stubs"
-    sources = [stubs / f"{driver}_stub.c", *(stubs / name for name in STUB_SOURCES)]
+    sources = [stubs / name for name in (*STUBS[driver], *SIMULATION)]
     flags = (*WARNINGS, "-std=c11", "-O1", "-fPIC", "-shared", *extra_flags)
     return compile_c(f"lib{driver}_stub.so", sources, flags, sorted(stubs.glob("*.h")))
 

@@ -114,7 +114,7 @@ int sim_apply_rules(const char *call);
 bool sim_matches(const char *pattern, const char *call);
 void sim_clear_rules(void);
 
-/* vmm_sim.c: reservations, handles, mappings, access. */
+/* vmm_space.c: reservations, allocations; vmm_map.c: handles, mappings, access. */
 int sim_granularity(int device, unsigned handle_types, bool recommended, size_t *granularity);
 int sim_reserve(uint64_t *address, size_t size, size_t alignment, uint64_t hint);
 int sim_unreserve(uint64_t address, size_t size);
@@ -127,7 +127,7 @@ int sim_set_access(uint64_t address, size_t size, int device, unsigned flags);
 int sim_export(uint64_t id, unsigned handle_type, void *shareable);
 int sim_import(uint64_t *id, unsigned handle_type, void *shareable);
 int sim_retain(uint64_t *id, uint64_t address);
-/* vmm_sim.c again */
+/* vmm_space.c again */
 int sim_allocate(uint64_t *address, size_t size);
 int sim_free(uint64_t address);
 int sim_memory_info(size_t *free_bytes, size_t *total_bytes);
