@@ -70,6 +70,16 @@ def check_engine_is_consistent(figures: dict[str, Any], snapshots: list[dict[str
     assert figures["kv_cache_size_tokens"] >= (blocks - 1) * figures["block_size"] * 0.9
 
 
+def check_stands_aside(
+    answer: dict[str, Any], reason: str, figures: dict[str, Any], snapshots: list[Any], view: dict[str, Any]
+) -> None:
+    """One warning with the reason, and a cache of exactly the engine's size."""
+    (warning,) = warnings_of(answer["log"])
+    assert "falling back to vLLM's normal KV cache, because " + reason in warning
+    assert snapshots == [None]
+    assert view["view_blocks"] == [figures["num_gpu_blocks"]]
+
+
 def test_flag_gives_tokens_and_logprobs_of_stock(flagged: dict[str, Any], stock: list[Any]) -> None:
     assert flagged["error"] is None
     assert flagged["results"][: len(STEPS)] == stock
@@ -158,3 +168,15 @@ def test_two_ranks_commit_the_same_blocks(run_engine: Run, stock: list[Any]) -> 
     assert answer["results"][:2] == stock[:2]
     assert len(answer["results"][3]) == 2
     check_engine_is_consistent(*answer["results"][2:])
+
+
+def test_no_virtual_memory_makes_the_plugin_stand_aside_with_one_warning(
+    run_engine: Run, stock: list[Any]
+) -> None:
+    """Case 36, with a granularity that the host driver refuses."""
+    steps = [*SINGLES, {"do": "figures"}, SNAPSHOT, {"do": "views"}]
+    env = ENV | {"EKV_HOST_GRANULARITY": "12345"}
+    answer = run_engine(SMALL | FLAG, steps, env, import_first=True)
+    assert answer["error"] is None
+    assert answer["results"][:2] == stock[:2]
+    check_stands_aside(answer, "virtual memory is unavailable on cpu", *answer["results"][2:])

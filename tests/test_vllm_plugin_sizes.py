@@ -13,6 +13,7 @@ from test_vllm_plugin import (
     SMALL,
     SNAPSHOT,
     check_engine_is_consistent,
+    check_stands_aside,
     warnings_of,
 )
 
@@ -43,21 +44,14 @@ def budget(mib: int) -> dict[str, str]:
 
 
 def test_explicit_bytes_are_committed_exactly(run_engine: Run) -> None:
-    answer = start(run_engine, {"kv_cache_memory_bytes": 32 * MIB}, GENERATE, FIGURES, SNAPSHOT)
+    """Case 10: an explicit size is authoritative, whatever the utilization."""
+    sizes = {"kv_cache_memory_bytes": 32 * MIB, "gpu_memory_utilization": 0.001}
+    answer = start(run_engine, sizes, GENERATE, FIGURES, SNAPSHOT)
     assert answer["error"] is None
     figures, (snapshot,) = answer["results"][1:]
     assert figures["num_gpu_blocks"] == 32 * MIB // BLOCK_BYTES == 64
     assert snapshot["committed_blocks"] == snapshot["capacity_blocks"] == 64
     check_engine_is_consistent(figures, [snapshot])
-
-
-def test_explicit_bytes_work_where_utilization_would_not(run_engine: Run) -> None:
-    """Case 10: an explicit size is authoritative."""
-    answer = start(
-        run_engine, {"kv_cache_memory_bytes": 8 * MIB, "gpu_memory_utilization": 0.001}, GENERATE, FIGURES
-    )
-    assert answer["error"] is None
-    assert answer["results"][1]["num_gpu_blocks"] == 16
 
 
 def test_explicit_bytes_that_do_not_fit_are_named(run_engine: Run) -> None:
@@ -168,31 +162,11 @@ def test_neighbour_that_takes_memory_before_the_measurement_makes_the_cache_smal
     assert "could not back" not in answer["log"]
 
 
-@pytest.mark.parametrize(
-    ("llm", "env", "reason", "steps"),
-    [
-        (
-            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-            {},
-            "the KV connector ExampleConnector",
-            [],
-        ),
-        ({}, {"EKV_HOST_GRANULARITY": "12345"}, "virtual memory is unavailable on cpu", [GENERATE]),
-    ],
-    ids=["connector", "no-virtual-memory"],
-)
-def test_stands_aside_with_one_warning(
-    run_engine: Run, llm: dict[str, Any], env: dict[str, str], reason: str, steps: list[dict[str, Any]]
-) -> None:
-    answer = start(run_engine, llm, FIGURES, SNAPSHOT, VIEWS, *steps, env=env)
+def test_connector_makes_the_plugin_stand_aside_with_one_warning(run_engine: Run) -> None:
+    connector = {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}
+    answer = start(run_engine, connector, FIGURES, SNAPSHOT, VIEWS)
     assert answer["error"] is None
-    (warning,) = warnings_of(answer["log"])
-    assert "falling back to vLLM's normal KV cache, because " + reason in warning
-    figures, snapshots, view = answer["results"][:3]
-    assert snapshots == [None]
-    assert view["view_blocks"] == [figures["num_gpu_blocks"]]
-    if steps:
-        assert answer["results"][3:] == run_engine(SMALL | llm, steps, ENV)["results"]
+    check_stands_aside(answer, "the KV connector ExampleConnector", *answer["results"])
 
 
 def test_engine_core_without_the_plugin_is_told_of(run_engine: Run) -> None:
