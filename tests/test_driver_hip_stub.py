@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from ladder import Shared
 from stub_lab import GRANULE, Stub, in_child
 
 HIP_ROCM_7_2 = {  # Linux, as reported; see the description of driver_hip.c
@@ -169,10 +170,8 @@ def test_failures_do_not_stay_in_the_last_error():
 @pytest.mark.parametrize("version", [60443484, 70051831, 70125424, 70226015])
 @in_child()
 def test_descriptor_is_imported_as_the_runtime_takes_it(version):
-    import test_fault_ladder_more as ladders
-
     Stub("hip").option("runtime_version", version)
-    shared = ladders.Shared("hip")
+    shared = Shared("hip")
     assert shared.export() == 0
     assert shared.import_() == 0
     shared.importer.content = dict(shared.exporter.content)
@@ -182,10 +181,8 @@ def test_descriptor_is_imported_as_the_runtime_takes_it(version):
 
 @in_child()
 def test_imported_memory_is_not_expected_to_come_back():
-    import test_fault_ladder_more as ladders
-
     stub = Stub("hip")
-    shared = ladders.Shared("hip")
+    shared = Shared("hip")
     assert shared.export() == 0
     assert shared.import_() == 0
     before = stub.calls("hipMemAddressFree")

@@ -7,10 +7,9 @@ succeeds, and when everything is freed the driver has got everything back.
 from __future__ import annotations
 
 import pytest
+from ladder import OPTIONS, OUT_OF_MEMORY, UNKNOWN
 from stub_lab import Stub, in_child
 
-OPTIONS = f"total_memory={1 << 30}"
-OUT_OF_MEMORY, UNKNOWN = 2, 999
 UNDO_CALLS = 6  # of the calls that undo, each of so many fails in its turn
 
 

@@ -1,52 +1,14 @@
-"""More ladders: reserving, several reservations in one operation, probing, retiring, PyTorch's two calls."""
+"""More ladders: reserving, several reservations at once, probing, retiring, PyTorch's two calls."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 
 import pytest
-from stub_lab import Stub, in_child
-from test_fault_ladder import OPTIONS, OUT_OF_MEMORY, UNKNOWN
+from ladder import OPTIONS, OUT_OF_MEMORY, UNKNOWN, climb, error, opened
+from stub_lab import in_child
 
 BOTH = pytest.mark.parametrize("driver", ["cuda", "hip"])
-
-
-def climb(stub, prepare, run, failed, succeeded, code=UNKNOWN) -> int:
-    """Fail the n-th call of `run(prepare())`, n = 1, 2, ...; returns how many there are."""
-    n = 0
-    while True:
-        n += 1
-        subject = prepare()
-        stub.fail_nth(None, n, code, 0)
-        status = run(subject)
-        fired = stub.injected()
-        stub.fail_clear()
-        if status:
-            assert fired, (n, error())
-            failed(subject)
-            assert run(subject) == 0, (n, error())
-        succeeded(subject)
-        assert not any(stub.live().values()), (n, stub.live(), stub.text())
-        assert not stub.num_violations(), (n, stub.text())
-        if not fired:
-            return n
-
-
-def error() -> str:
-    from allocator.shim import last_error
-
-    return last_error()[1]
-
-
-def opened(driver: str):
-    """Open the device, so that a ladder does not climb through that too."""
-    from rig import Rig
-
-    warm = Rig(driver, "layers")
-    assert warm.reserve() == 0
-    assert warm.unreserve() == 0
-    return Stub(driver)
 
 
 @pytest.mark.parametrize("code", [UNKNOWN, OUT_OF_MEMORY])
@@ -171,109 +133,6 @@ def test_probe_fails_at_any_call_and_leaves_nothing(driver):
     info, reason = ffi.new("ekv_probe_info *"), ffi.new("char[]", 1024)
     run = lambda _: lib.ekv_probe(KINDS[driver], 0, info, reason, 1024)  # noqa: E731
     assert climb(stub, lambda: None, run, lambda _: None, lambda _: None) > 8
-
-
-class Shared:
-    """A reservation with five blocks in several chunks, and one that is to get them."""
-
-    def __init__(self, driver: str) -> None:
-        from rig import Rig
-
-        self.rigs = [Rig(driver, "layers", max_chunk_granules=2), Rig(driver, "layers")]
-        assert all(rig.reserve(shareable=True) == 0 for rig in self.rigs)
-        self.exporter, self.importer = self.rigs
-        assert self.exporter.commit(5) == 0
-        self.exporter.write(range(5))
-        self.files: list[int] = []
-
-    def export(self) -> int:
-        from allocator.shim import ffi, lib
-
-        self.close()
-        self.chunks = ffi.new("ekv_chunk_info[]", self.exporter.info().num_chunks)
-        for i in range(len(self.chunks)):
-            file = ffi.new("int *")
-            status = lib.ekv_export_chunk(self.exporter.reservation.id, i, self.chunks + i, file)
-            if status:
-                return status
-            self.files.append(file[0])
-        return 0
-
-    def import_(self) -> int:
-        from allocator.shim import lib
-
-        target = self.importer.reservation.id
-        return lib.ekv_import_chunks(target, self.chunks, self.files, len(self.files), 5)
-
-    def close(self) -> None:
-        while self.files:
-            os.close(self.files.pop())
-
-    def free(self, *_) -> None:
-        self.close()
-        assert all(rig.unreserve() == 0 for rig in self.rigs)
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-@BOTH
-@in_child(options=OPTIONS)
-def test_export_fails_at_any_call_and_leaves_no_file(driver):
-    stub, before = opened(driver), open_files()
-
-    def succeeded(shared):
-        shared.exporter.check(5)
-        shared.free()
-        assert open_files() == before
-
-    assert climb(stub, lambda: Shared(driver), Shared.export, lambda _: None, succeeded) > 8
-
-
-@BOTH
-@in_child(options=OPTIONS)
-def test_import_fails_at_any_call_and_leaves_the_reservation_empty(driver):
-    stub = opened(driver)
-
-    def prepare():
-        shared = Shared(driver)
-        assert shared.export() == 0
-        return shared
-
-    def failed(shared):
-        info = shared.importer.info()
-        assert info.committed_blocks == info.num_chunks == info.physical_bytes == 0
-        shared.exporter.check(5)
-
-    def succeeded(shared):
-        shared.importer.content = dict(shared.exporter.content)
-        shared.importer.check(5)
-        ctypes.memset(shared.importer.address(1, 4), 7, 8)
-        assert ctypes.string_at(shared.exporter.address(1, 4), 8) == bytes([7]) * 8
-        shared.free()
-
-    assert climb(stub, prepare, Shared.import_, failed, succeeded) > 8
-
-
-@BOTH
-@in_child(options=OPTIONS)
-def test_import_into_a_reservation_with_memory_changes_nothing(driver):
-    from allocator.shim import lib
-
-    shared = Shared(driver)
-    assert shared.export() == 0
-    assert shared.importer.commit(3) == 0
-    shared.importer.write(range(3))
-    assert shared.import_() == lib.EKV_INVALID
-    shared.importer.check(3)
-    assert shared.importer.shrink(0) == 0
-    os.close(shared.files.pop())  # what the blocks need is not all there
-    assert shared.import_() == lib.EKV_INVALID
-    shared.importer.forget(0)
-    shared.importer.check(0)
-    assert not Stub(driver).num_violations(), Stub(driver).text()
-    shared.free()
 
 
 @BOTH
