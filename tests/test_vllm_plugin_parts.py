@@ -39,14 +39,6 @@ def _connector(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config.kv_transfer_config = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both")
 
 
-def _sleep(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    config.model_config.enable_sleep_mode = True
-
-
-def _cumem(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    config.model_config.enable_cumem_allocator = True
-
-
 def _scales(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config.cache_config.cache_dtype = "fp8_per_token_head"
 
@@ -61,8 +53,6 @@ def _hisparse(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         (_elastic, "elastic scale-up"),
         (_external, "external launcher"),
         (_connector, "the KV connector NixlConnector"),
-        (_sleep, "sleep mode is on"),
-        (_cumem, "cumem"),
         (_scales, "fp8_per_token_head"),
         (_hisparse, "HiSparse"),
     ],
@@ -275,3 +265,32 @@ def test_required_blocks_count_the_null_block(ranks: Callable[..., Ranks]) -> No
 
     some = ranks([100])
     assert required_blocks(some.vllm_config, some.config) == 1 + math.ceil(512 / 128)
+
+
+def test_model_without_cache_is_planned_as_vllm_does(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attention-free model: the same call, the same answer, one warning, ordinary workers."""
+    from vllm_integration import engine
+    from vllm_integration.config import Options
+
+    warnings: list[str] = []
+    monkeypatch.setattr(engine.fallback, "warn", warnings.append)
+    calls: list[str] = []
+
+    def rpc(method: str, args: tuple[Any, ...]) -> list[Any]:
+        calls.append(method)
+        return [0, 0]
+
+    core = types.SimpleNamespace(model_executor=types.SimpleNamespace(collective_rpc=rpc))
+    planned: list[Any] = []
+
+    def original(*args: Any, **kwargs: Any) -> str:
+        planned.append((args, kwargs))
+        return "vLLM's plan"
+
+    sizing = engine.TwoPhaseSizing(core, vllm_config, Options())
+    assert sizing.plan(original, (vllm_config, [{}, {}], [7, 7]), {}) == "vLLM's plan"
+    assert planned == [((vllm_config, [{}, {}], [7, 7]), {})]
+    assert calls == ["ekv_abandon"]
+    assert warnings == ["the model has no KV cache"]
