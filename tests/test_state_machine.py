@@ -23,6 +23,7 @@ from stub_lab import SANITIZED, Stub, in_child
 MAX_EXAMPLES = 5 if SANITIZED in os.environ else 25
 STEPS = 18
 fractions = st.floats(0, 1)
+operations = st.sampled_from(["commit", "shrink", "release", "recommit", "defragment"])
 
 
 def machine(driver: str, layout: str, max_chunk: float) -> type[RuleBasedStateMachine]:
@@ -41,52 +42,68 @@ def machine(driver: str, layout: str, max_chunk: float) -> type[RuleBasedStateMa
         def blocks(self, fraction: float, least: int = 0) -> int:
             return least + round(fraction * (self.rig.capacity - least))
 
-        @rule(fraction=fractions)
-        @precondition(lambda self: self.released is None)
-        def commit(self, fraction):
-            target = self.blocks(fraction)
-            assert self.rig.commit(target) == 0
-            self.grown(target)
+        def plan(self, name: str, fraction: float):
+            """Return what to call, and what to expect once it has worked."""
+            target, was_released = self.blocks(fraction), self.released is not None
 
-        def grown(self, target):
-            self.rig.expect_zero(range(self.committed, target))
-            self.committed = max(self.committed, target)
+            def grown():
+                self.rig.expect_zero(range(self.committed, target))
+                self.committed = max(self.committed, target)
+
+            def shrunk():
+                if not was_released and target < self.committed:
+                    self.committed = target
+                    self.rig.forget(target)
+                    self.rig.check_nothing_spare(target)
+
+            def let_go():
+                if not was_released:
+                    self.released, self.committed = self.committed, 0
+                    self.rig.forget(0)
+
+            def back():
+                if was_released:
+                    self.committed, self.released = self.released, None
+                    self.rig.expect_zero(range(self.committed))
+
+            def defragmented():
+                self.rig.expect_zero(range(self.committed))
+                assert self.rig.info().num_chunks <= len(self.rig.segments)
+
+            return {
+                "commit": (lambda: self.rig.commit(target), grown),
+                "shrink": (lambda: self.rig.shrink(target), shrunk),
+                "release": (self.rig.release, let_go),
+                "recommit": (self.rig.recommit, back),
+                "defragment": (self.rig.defragment, defragmented),
+            }[name]
+
+        def is_refused(self, name: str) -> bool:
+            return self.released is not None and name in ("commit", "defragment")
+
+        @rule(name=operations, fraction=fractions)
+        def works(self, name, fraction):
+            if not self.is_refused(name):
+                run, succeeded = self.plan(name, fraction)
+                assert run() == 0
+                succeeded()
+
+        @rule(name=operations, fraction=fractions, n=st.integers(1, 60), code=st.sampled_from([1, 2, 999]))
+        @precondition(lambda self: stub is not None)
+        def works_or_changes_nothing_when_a_call_fails(self, name, fraction, n, code):
+            if not self.is_refused(name):
+                run, succeeded = self.plan(name, fraction)
+                stub.fail_nth(None, n, code, 0)
+                status = run()
+                stub.fail_clear()
+                if not status:
+                    succeeded()
 
         @rule(fraction=fractions, width=st.integers(1, 4))
         @precondition(lambda self: self.committed)
         def write(self, fraction, width):
             first = round(fraction * (self.committed - 1))
             self.rig.write(range(first, min(first + width, self.committed)))
-
-        @rule(fraction=fractions)
-        def shrink(self, fraction):
-            target = self.blocks(fraction)
-            assert self.rig.shrink(target) == 0
-            if self.released is None and target < self.committed:
-                self.committed = target
-                self.rig.forget(target)
-                self.rig.check_nothing_spare(target)
-
-        @rule()
-        def release(self):
-            assert self.rig.release() == 0
-            if self.released is None:
-                self.released, self.committed = self.committed, 0
-                self.rig.forget(0)
-
-        @rule()
-        def recommit(self):
-            assert self.rig.recommit() == 0
-            if self.released is not None:
-                self.committed, self.released = self.released, None
-                self.rig.expect_zero(range(self.committed))
-
-        @rule()
-        @precondition(lambda self: self.released is None and self.committed)
-        def defragment(self):
-            assert self.rig.defragment() == 0
-            self.rig.expect_zero(range(self.committed))
-            assert self.rig.info().num_chunks <= len(self.rig.segments)
 
         @rule(fraction=fractions)
         @precondition(lambda self: self.released is not None)
@@ -96,16 +113,6 @@ def machine(driver: str, layout: str, max_chunk: float) -> type[RuleBasedStateMa
         @rule(extra=st.integers(1, 1 << 40))
         def commit_past_the_capacity_is_refused(self, extra):
             assert self.rig.commit(self.rig.capacity + extra) == 1
-
-        @rule(fraction=fractions, n=st.integers(1, 40), code=st.sampled_from([1, 2, 999]))
-        @precondition(lambda self: stub is not None and self.released is None)
-        def commit_with_a_failing_call(self, fraction, n, code):
-            target = self.blocks(fraction)
-            stub.fail_nth(None, n, code, 0)
-            status = self.rig.commit(target)
-            stub.fail_clear()
-            if not status:
-                self.grown(target)
 
         @rule()
         def free_and_reserve(self):
