@@ -6,7 +6,7 @@ import torch
 
 from allocator.errors import PoolValueError
 from allocator.shim import check, ids_argument, lib
-from allocator.torch_routing import reserve_tensor, resolve_device
+from allocator.torch_routing import call_with_room, reserve_tensor, resolve_device
 
 __all__ = ["ExtensibleTensor"]
 
@@ -43,7 +43,7 @@ class ExtensibleTensor:
         num_segments: int = 1,
         shareable: bool = False,
     ) -> None:
-        if max_num_bytes <= 0 or num_segments <= 0 or max_num_bytes % num_segments:
+        if not 0 < max_num_bytes < 1 << 63 or num_segments <= 0 or max_num_bytes % num_segments:
             raise PoolValueError(f"{max_num_bytes} bytes cannot be divided into {num_segments} segments")
         self.device = resolve_device(device)
         self.num_segments = num_segments
@@ -123,8 +123,13 @@ class ExtensibleTensor:
                 f"{num_bytes} bytes per segment, outside {current} (committed) to "
                 f"{self.segment_capacity_bytes} (capacity)"
             )
+        if self._reservation.info().released_blocks:
+            raise PoolValueError(
+                f"{num_bytes} bytes per segment while the memory is released: recommit first"
+            )
         flags = lib.EKV_COMMIT_ZERO if zero_new else 0
-        check(lib.ekv_commit(*ids_argument([self._reservation.id]), num_bytes, flags))
+        ids, count = ids_argument([self._reservation.id])
+        call_with_room(lambda: lib.ekv_commit(ids, count, num_bytes, flags), self.device)
 
     def release_physical(self) -> None:
         """Give back all memory and keep the addresses; contents are lost. Sizes are 0 until `recommit`."""
@@ -134,7 +139,8 @@ class ExtensibleTensor:
     def recommit(self) -> None:
         """Back the bytes again that were committed at `release_physical`, zeroed."""
         self._check_alive()
-        check(lib.ekv_recommit(*ids_argument([self._reservation.id])))
+        ids, count = ids_argument([self._reservation.id])
+        call_with_room(lambda: lib.ekv_recommit(ids, count), self.device)
 
     def free(self) -> None:
         """Give back all memory for good. The addresses follow when the last tensor over them dies."""

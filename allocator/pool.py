@@ -11,12 +11,19 @@ from typing import Any
 
 import torch
 
-from allocator import errors, sizing
+from allocator import sizing
 from allocator.errors import PoolValueError
 from allocator.layout import BlockLayout, ViewSpec
 from allocator.reservation import Reservation
 from allocator.shim import DRIVER_KINDS, check, ids_argument, lib
-from allocator.torch_routing import RoutingMode, driver_of, empty_cache, reserve_tensor, resolve_device
+from allocator.torch_routing import (
+    RoutingMode,
+    call_with_room,
+    driver_of,
+    refuse_while_capturing,
+    reserve_tensor,
+    resolve_device,
+)
 
 __all__ = ["DEFAULT_MAX_CHUNK_BYTES", "DEFAULT_MIN_BYTES", "PoolController", "extensible_kv_pool"]
 
@@ -62,7 +69,7 @@ def extensible_kv_pool(
     PoolController
         Usable after the block, for as long as the tensors live.
     """
-    if min_bytes < 0 or max_chunk_bytes < 0:
+    if min_bytes < 0 or not 0 <= max_chunk_bytes < 1 << 63:
         raise PoolValueError(
             f"min_bytes={min_bytes} and max_chunk_bytes={max_chunk_bytes} must not be negative"
         )
@@ -112,7 +119,7 @@ class PoolController:
         self._driver, self._device_index = driver_of(device)
         self._members: list[_Member] = []
         self._lock = threading.RLock()
-        self._freed = False
+        self._freed = self._had_tensors = False
 
     def reserve(self, meta: torch.Tensor) -> torch.Tensor:
         """Make a growable tensor with the shape, strides and dtype of `meta`; the routing calls this."""
@@ -129,6 +136,7 @@ class PoolController:
                 self.shareable,
             )
             self._members.append(_Member(reservation))
+            self._had_tensors = True
             return tensor
 
     def bind(self, view: torch.Tensor, block_dim: int = 0, *, kernel_blocks_per_block: int = 1) -> None:
@@ -160,7 +168,7 @@ class PoolController:
             layout = BlockLayout.from_views(
                 member.reservation.base, member.reservation.size_bytes, [*member.views, spec]
             )
-            for other in self._members:
+            for other in self._live():
                 if (
                     other is not member
                     and other.layout
@@ -185,7 +193,9 @@ class PoolController:
         num_blocks : int
             In blocks, at most `capacity_blocks`.
         defragment : bool
-            Back each segment with one single chunk. The content of all blocks is lost: they read as zero.
+            Back each segment with one single chunk, also when no more blocks than committed are asked for.
+            The content of all blocks is lost: they read as zero. Needs room for the new chunks beside the old
+            ones; where there is none, `release_physical`, `recommit` and `max_chunk_bytes=0` do the same.
 
         Raises
         ------
@@ -197,31 +207,33 @@ class PoolController:
             A driver call failed; the text names it.
         """
         flags = lib.EKV_COMMIT_ZERO | (lib.EKV_COMMIT_DEFRAGMENT if defragment else 0)
-        if num_blocks < 0:
-            raise PoolValueError(f"commit of {num_blocks} blocks")
+        _check_count("commit", num_blocks)
         with self._lock:
             self._check_bound("commit", num_blocks)
+            if defragment:
+                refuse_while_capturing("defragment", self.device)
             self._grow(lambda: lib.ekv_commit(*self._ids(), num_blocks, flags))
 
     def shrink(self, num_blocks: int) -> None:
         """Give back the chunks that hold nothing of blocks `0..num_blocks`, which keep their content.
 
-        More blocks than committed change nothing. Waits for the device. A chunk that holds a kept block
-        stays whole, so how much memory returns depends on `max_chunk_bytes`.
+        More blocks than committed change nothing. Waits for the device, so not while a stream is captured. A
+        chunk that holds a kept block stays whole, so how much memory returns depends on `max_chunk_bytes`.
         """
-        if num_blocks < 0:
-            raise PoolValueError(f"shrink to {num_blocks} blocks")
+        _check_count("shrink", num_blocks)
         with self._lock:
             self._check_bound("shrink", num_blocks)
+            refuse_while_capturing("shrink", self.device)
             check(lib.ekv_shrink(*self._ids(), num_blocks))
 
     def release_physical(self) -> None:
         """Give back all memory and keep the addresses; contents are lost. Twice is harmless.
 
-        Waits for the device. Touching a block faults until `recommit`.
+        Waits for the device, so not while a stream is captured. Touching a block faults until `recommit`.
         """
         with self._lock:
             self._check_not_freed()
+            refuse_while_capturing("release_physical", self.device)
             check(lib.ekv_release_physical(*self._ids()))
 
     def recommit(self) -> None:
@@ -235,8 +247,7 @@ class PoolController:
         with self._lock:
             if self._freed:
                 return
-            alive = [m.reservation.id for m in self._members if _is_alive(m.reservation)]
-            check(lib.ekv_release_physical(*ids_argument(alive)))
+            check(lib.ekv_release_physical(*self._ids()))
             self._freed = True
 
     def bytes_for(self, num_blocks: int) -> int:
@@ -253,38 +264,38 @@ class PoolController:
     @property
     def capacity_blocks(self) -> int:
         """How many blocks the reservation has room for; 0 before `bind`."""
-        return min((m.layout.capacity_blocks for m in self._members if m.layout), default=0)
+        return min((m.layout.capacity_blocks for m in self._live() if m.layout), default=0)
 
     @property
     def committed_blocks(self) -> int:
         """How many blocks are backed now: blocks `0..committed_blocks` may be read and written."""
-        return min((m.reservation.info().committed_blocks for m in self._members), default=0)
+        return min((m.reservation.info().committed_blocks for m in self._live()), default=0)
 
     @property
     def physical_bytes(self) -> int:
         """What the driver was asked for and has not been given back."""
-        return sum(m.reservation.info().physical_bytes for m in self._members)
+        return sum(m.reservation.info().physical_bytes for m in self._live())
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes of addresses."""
-        return sum(m.reservation.size_bytes for m in self._members)
+        return sum(m.reservation.size_bytes for m in self._live())
 
     @property
     def granularity(self) -> int:
         """The driver's unit of mapping in bytes; 0 before the first tensor."""
-        return max((m.reservation.granularity for m in self._members), default=0)
+        return max((m.reservation.granularity for m in self._live()), default=0)
 
     @property
     def num_segments(self) -> int:
         """How many segments the bound views have."""
-        return sum(len(m.layout.segments) for m in self._members if m.layout)
+        return sum(len(m.layout.segments) for m in self._live() if m.layout)
 
     def committed_regions(self) -> list[tuple[int, int]]:
         """Return `(address, size_bytes)` of all committed blocks, sorted, neighbours joined."""
         regions: list[tuple[int, int]] = []
         with self._lock:
-            for member in self._members:
+            for member in self._live():
                 blocks = member.reservation.info().committed_blocks
                 for offset, size in member.layout.spans(blocks) if member.layout else ():
                     address = member.reservation.base + offset
@@ -306,7 +317,7 @@ class PoolController:
                 "physical_bytes": self.physical_bytes,
                 "reserved_bytes": self.reserved_bytes,
                 "last_commit_seconds": self.last_commit_seconds,
-                "reservations": [m.reservation.snapshot() for m in self._members],
+                "reservations": [m.reservation.snapshot() for m in self._live()],
                 "segments": [
                     {
                         "reservation": index,
@@ -314,31 +325,33 @@ class PoolController:
                         "block_stride": s.block_stride,
                         "size_bytes": size,
                     }
-                    for index, m in enumerate(self._members)
+                    for index, m in enumerate(self._live())
                     if m.layout
                     for s, size in zip(m.layout.segments, m.layout.sizes_bytes, strict=True)
                 ],
                 "chunks": [
                     {"reservation": index, "offset": c.offset, "size": c.size_bytes}
-                    for index, m in enumerate(self._members)
+                    for index, m in enumerate(self._live())
                     for c in m.reservation.chunks()
                 ],
             }
 
     def _grow(self, call: Callable[[], int]) -> None:
         start = time.perf_counter()
-        try:
-            check(call())
-        except errors.PoolOutOfMemoryError:
-            empty_cache(self.device)
-            check(call())
+        call_with_room(call, self.device)
         self.last_commit_seconds = time.perf_counter() - start
 
     def _ids(self) -> tuple[Any, int]:
-        return ids_argument([m.reservation.id for m in self._members])
+        return ids_argument([m.reservation.id for m in self._live()])
+
+    def _live(self) -> list[_Member]:
+        """Forget tensors that have died, scratch ones among them, and return the rest."""
+        with self._lock:
+            self._members = [m for m in self._members if _is_alive(m.reservation)]
+            return self._members
 
     def _member_of(self, address: int) -> _Member:
-        for member in self._members:
+        for member in self._live():
             if member.contains(address):
                 return member
         ranges = ", ".join(
@@ -351,18 +364,26 @@ class PoolController:
 
     def _check_bound(self, operation: str, num_blocks: int) -> None:
         self._check_not_freed()
-        for member in self._members:
+        members = self._live()
+        for member in members:
             if member.layout is None:
                 raise PoolValueError(
                     f"{operation} of {num_blocks} blocks before bind: no view over the tensor of "
                     f"{member.reservation.size_bytes} bytes at 0x{member.reservation.base:x}"
                 )
-        if not self._members:
+        if not members and self._had_tensors:
+            raise PoolValueError(f"{operation} of {num_blocks} blocks: all tensors of the pool were freed")
+        if not members:
             raise PoolValueError(f"{operation} of {num_blocks} blocks before bind: the pool has no tensors")
 
     def _check_not_freed(self) -> None:
         if self._freed:
             raise PoolValueError("the pool was freed")
+
+
+def _check_count(operation: str, num_blocks: int) -> None:
+    if not 0 <= num_blocks < 1 << 63:
+        raise PoolValueError(f"{operation} of {num_blocks} blocks")
 
 
 def _is_alive(reservation: Reservation) -> bool:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import struct
 from typing import Any
 
 import torch
 
-from allocator.errors import PoolValueError
+from allocator.errors import DriverError, PoolValueError
 from allocator.pool import PoolController
 from allocator.reservation import Reservation
 from allocator.shim import DRIVER_KINDS, check, ffi, ids_argument, lib
@@ -72,10 +73,14 @@ def export(pool: PoolController, connection: socket.socket) -> None:
             raise PoolValueError(
                 "export of a pool whose memory is not shareable: make it with shareable=True"
             )
+        files = _export_files([reservation for reservation, _ in members])
+    try:
         text = json.dumps(description).encode()
         connection.sendall(_HEADER.pack(_MAGIC, len(text)) + text)
-        for reservation, _ in members:
-            _send_chunks(reservation, connection)
+        for first in range(0, len(files), _FILES_PER_MESSAGE):
+            socket.send_fds(connection, [b"F"], files[first : first + _FILES_PER_MESSAGE])
+    finally:
+        _close(files)
 
 
 def import_(connection: socket.socket, device: torch.device | str | int | None = None) -> ImportedPool:
@@ -105,13 +110,18 @@ def import_(connection: socket.socket, device: torch.device | str | int | None =
     if here != there:
         raise PoolValueError(f"the export is of {' '.join(there)}, and {torch_device} is {' '.join(here)}")
     pool = ImportedPool(torch_device, description["num_blocks"])
-    for item in description["reservations"]:
-        files = _receive_files(connection, len(item["chunks"]))
-        try:
-            pool._map(item, files)
-        finally:
-            for file in files:
-                os.close(file)
+    files = _receive_files(connection, sum(len(item["chunks"]) for item in description["reservations"]))
+    try:
+        first = 0
+        for item in description["reservations"]:
+            last = first + len(item["chunks"])
+            pool._map(item, files[first:last])
+            first = last
+    except BaseException:
+        pool.free()
+        raise
+    finally:
+        _close(files)
     return pool
 
 
@@ -165,19 +175,34 @@ def _identity(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "this machine"
 
 
-def _send_chunks(reservation: Reservation, connection: socket.socket) -> None:
-    count = len(reservation.chunks())
-    for first in range(0, count, _FILES_PER_MESSAGE):
-        files: list[int] = []
-        try:
-            for index in range(first, min(first + _FILES_PER_MESSAGE, count)):
+def _export_files(reservations: list[Reservation]) -> list[int]:
+    """Return one descriptor for each chunk, in order; the caller closes them."""
+    counts = [len(reservation.chunks()) for reservation in reservations]
+    _allow_files(sum(counts))
+    files: list[int] = []
+    try:
+        for reservation, count in zip(reservations, counts, strict=True):
+            for index in range(count):
                 chunk, file = ffi.new("ekv_chunk_info *"), ffi.new("int *")
                 check(lib.ekv_export_chunk(reservation.id, index, chunk, file))
                 files.append(file[0])
-            socket.send_fds(connection, [b"F"], files)
-        finally:
-            for number in files:
-                os.close(number)
+    except BaseException:
+        _close(files)
+        raise
+    return files
+
+
+def _allow_files(count: int) -> None:
+    """Raise the soft limit of open files when `count` more may not fit; the hard limit stays."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = len(os.listdir("/proc/self/fd")) + count + 64
+    if soft < wanted and soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _close(files: list[int]) -> None:
+    for file in files:
+        os.close(file)
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
@@ -193,14 +218,25 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 
 def _receive_files(connection: socket.socket, count: int) -> list[int]:
+    """Return exactly `count` descriptors, or close what came and raise."""
+    _allow_files(2 * count)  # the driver keeps descriptors of its own on the host
     files: list[int] = []
-    while len(files) < count:
-        data, received, _flags, _address = socket.recv_fds(connection, 1, _FILES_PER_MESSAGE)
-        files += received
-        if not data or not received:
-            for file in files:
-                os.close(file)
-            raise PoolValueError(
-                f"the exporting process closed the connection after {len(files)} of {count} handles"
-            )
+    try:
+        while len(files) < count:
+            most = min(_FILES_PER_MESSAGE, count - len(files))
+            data, received, flags, _address = socket.recv_fds(connection, 1, most)
+            files += received
+            if flags & socket.MSG_CTRUNC:
+                limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                raise DriverError(
+                    f"{count} handles do not fit: {len(files)} were received, and this process may have "
+                    f"{limit} files open (ulimit -n), or the other end sent more than it said"
+                )
+            if not data or not received:
+                raise PoolValueError(
+                    f"the exporting process closed the connection after {len(files)} of {count} handles"
+                )
+    except BaseException:
+        _close(files)
+        raise
     return files

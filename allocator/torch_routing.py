@@ -11,22 +11,25 @@ import ctypes
 import math
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from allocator.errors import DriverError
+from allocator import errors
+from allocator.errors import DriverError, PoolValueError
 from allocator.reservation import Reservation
 from allocator.shim import check, ffi, last_error, lib, library_path
 
 __all__ = [
     "RoutingMode",
+    "call_with_room",
     "driver_of",
     "empty_cache",
     "pluggable_allocator",
+    "refuse_while_capturing",
     "reserve_tensor",
     "resolve_device",
 ]
@@ -43,7 +46,7 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return torch.device("cpu") if device.type == "cpu" else device
 
 
 def driver_of(device: torch.device) -> tuple[int, int]:
@@ -88,6 +91,23 @@ def empty_cache(device: torch.device) -> None:
         if _has_caching_allocator():
             with torch.cuda.device(device):
                 torch.cuda.empty_cache()
+        else:
+            lib.ekv_empty_cache()
+
+
+def call_with_room(call: Callable[[], int], device: torch.device) -> None:
+    """Check the shim call `call`; when it is short of memory, empty PyTorch's cache and try once more."""
+    try:
+        check(call())
+    except errors.PoolOutOfMemoryError:
+        empty_cache(device)
+        check(call())
+
+
+def refuse_while_capturing(operation: str, device: torch.device) -> None:
+    """Raise for an operation that waits for the device, which would spoil this stream's capture."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise PoolValueError(f"{operation} waits for {device}: it cannot run while a stream is captured")
 
 
 def reserve_tensor(
@@ -123,8 +143,8 @@ def _reserve_on_host(
     shareable: bool,
 ) -> tuple[torch.Tensor, Reservation]:
     reservation = Reservation.reserve(lib.EKV_HOST, 0, num_bytes, max_chunk_bytes, shareable)
-    unreserve, reservation_id = lib.ekv_unreserve, reservation.id
-    owner = ffi.gc(ffi.cast("char *", reservation.base), lambda _: unreserve(reservation_id))
+    drop, reservation_id = lib.ekv_drop, reservation.id
+    owner = ffi.gc(ffi.cast("char *", reservation.base), lambda _: drop(reservation_id))
     raw = torch.frombuffer(ffi.buffer(owner, num_bytes), dtype=torch.uint8)
     return raw.view(dtype).as_strided(size, stride), reservation
 
@@ -140,7 +160,7 @@ def _reserve_on_gpu(
     _collect()
     mempool = _mempool(device, shareable) if _has_caching_allocator() else None
     check(lib.ekv_route_begin(device.index, max_chunk_bytes, shareable))
-    with torch._C.DisableTorchFunction():
+    with torch._C.DisableTorchFunction(), _without_filling():
         try:
             with torch.cuda.use_mem_pool(mempool, device=device) if mempool else nullcontext():
                 tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
@@ -150,10 +170,22 @@ def _reserve_on_gpu(
         finally:
             reservation_id = lib.ekv_route_end()
     if not reservation_id:
+        check(last_error()[0])  # a current allocator that fails gives a tensor at address 0, and no error
         reservation_id = _adopt(tensor, max_chunk_bytes)
     finalizer = weakref.finalize(tensor.untyped_storage(), _on_storage_death, reservation_id)
     finalizer.atexit = False
     return tensor, Reservation(reservation_id)
+
+
+@contextmanager
+def _without_filling() -> Iterator[None]:
+    """Keep `torch.use_deterministic_algorithms` from filling new tensors: these have no memory yet."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = before
 
 
 def _mempool(device: torch.device, shareable: bool) -> Any:
@@ -226,6 +258,8 @@ class RoutingMode(TorchFunctionMode):
     ) -> Any:
         """Route `func` when it is a factory; `zeros` becomes `empty`, since commit zeroes new blocks."""
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
         like = _FACTORIES.get(func)
         if like is None or not self._is_candidate(func, like, args, kwargs):
             return func(*args, **kwargs)
@@ -240,18 +274,38 @@ class RoutingMode(TorchFunctionMode):
             return False
         if kwargs.get("out") is not None or kwargs.get("pin_memory"):
             return False
-        if kwargs.get("layout") not in (None, torch.strided):
+        if kwargs.get("layout") not in (None, torch.strided) or _is_transformed():
             return False
         if func is torch.full and (args[1] if len(args) > 1 else kwargs.get("fill_value")) != 0:
             return False
+        source = (args[0] if args else kwargs.get("input")) if like else None
+        if like and not _is_plain(source):
+            return False
         device = kwargs.get("device")
         if device is None:
-            source = (args[0] if args else kwargs.get("input")) if like else None
             device = source.device if isinstance(source, torch.Tensor) else torch.get_default_device()
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         return device.type == self._device.type and (device.type == "cpu" or device == self._device)
+
+
+def _is_plain(source: Any) -> bool:
+    """Whether a tensor like `source` is one stretch of strided memory; subclasses say for themselves."""
+    return (
+        type(source) in (torch.Tensor, torch.nn.Parameter)
+        and source.layout == torch.strided
+        and not source.is_quantized
+        and not source.is_nested
+    )
+
+
+def _is_transformed() -> bool:
+    """Whether factories make no plain tensors here: under vmap, grad, a fake or other dispatch mode."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.utils._python_dispatch._get_current_dispatch_mode() is not None
+    )
 
 
 def _most_bytes(func: Any, like: bool, args: tuple[Any, ...]) -> float:

@@ -137,6 +137,36 @@ def test_defragment_leaves_one_chunk_per_segment_of_zeros(device):
 
 
 @ON_EVERY_DEVICE
+def test_defragment_to_fewer_blocks_keeps_the_committed_size(device):
+    pool, _view = make_pool(device)
+    for n in (1, 22, 44):
+        pool.commit(n)
+    pool.commit(4, defragment=True)
+    assert pool.committed_blocks == 44
+    assert len(pool.snapshot()["chunks"]) == pool.num_segments
+
+
+@pytest.mark.parametrize("count", [1 << 63, 1 << 64, -1])
+def test_counts_that_no_pool_can_have_are_named(count):
+    pool, _view = make_pool("cpu")
+    for use in (pool.commit, pool.shrink):
+        with pytest.raises(PoolValueError, match=str(count)):
+            use(count)
+    with pytest.raises(PoolValueError, match=str(count)):
+        ExtensibleTensor(count, "cpu")
+    with pytest.raises(PoolValueError, match=str(count)), extensible_kv_pool("cpu", max_chunk_bytes=count):
+        pass
+
+
+def test_device_cpu_0_is_the_cpu():
+    with extensible_kv_pool("cpu:0") as pool:
+        cache = torch.zeros(4, MIB, dtype=torch.int8)
+    pool.bind(cache)
+    pool.commit(4)
+    assert not cache.any()
+
+
+@ON_EVERY_DEVICE
 def test_commit_max_chunk_bytes_bounds_every_chunk(device):
     pool, _view = make_pool(device, num_layers=2, num_blocks=256, max_chunk_bytes=3 * MIB)
     pool.commit(256)

@@ -156,6 +156,76 @@ def test_routing_new_tensor_after_commit_is_refused():
     assert not cache[:1].any()
 
 
+@ON_EVERY_DEVICE
+def test_routing_scratch_tensor_that_dies_leaves_the_pool_usable(device):
+    with extensible_kv_pool(device) as pool:
+        scratch = torch.zeros(4, MIB, dtype=torch.int8, device=device)
+        del scratch
+        cache = torch.zeros(4, MIB, dtype=torch.int8, device=device)
+        torch.zeros(8, MIB, dtype=torch.int8, device=device)  # dropped at once
+    pool.bind(cache)
+    pool.commit(2)
+    assert not cache[:2].any()
+    pool.shrink(1)
+    assert len(pool.snapshot()["reservations"]) == 1
+
+
+@ON_EVERY_DEVICE
+def test_routing_deterministic_filling_does_not_touch_growable_tensors(device):
+    torch.use_deterministic_algorithms(True)
+    try:
+        with extensible_kv_pool(device) as pool:
+            cache = torch.empty(4, MIB, dtype=torch.int8, device=device)
+        assert torch.utils.deterministic.fill_uninitialized_memory
+    finally:
+        torch.use_deterministic_algorithms(False)
+    pool.bind(cache)
+    pool.commit(4)
+    assert not cache.any()
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros_like(torch.ones(2 * MIB).to_sparse()),
+        lambda: torch.zeros_like(torch.ones(1024, 2048).to_sparse_csr()),
+        lambda: torch.zeros_like(torch.ones(2 * MIB).as_subclass(Subclass)),
+        lambda: torch.func.vmap(torch.zeros_like)(torch.ones(4, MIB)),
+        lambda: torch.func.grad(lambda x: (torch.zeros_like(x) + x).sum())(torch.ones(2 * MIB)),
+    ],
+    ids=["sparse", "csr", "subclass", "vmap", "grad"],
+)
+def test_routing_unusual_tensors_stay_with_pytorch(make):
+    with extensible_kv_pool("cpu") as pool:
+        inside = make()
+    outside = make()
+    assert pool.reserved_bytes == 0
+    assert type(inside) is type(outside) and inside.layout == outside.layout
+    assert torch.equal(inside.to_dense(), outside.to_dense())
+
+
+def test_routing_fake_tensors_stay_fake():
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    with extensible_kv_pool("cpu") as pool, FakeTensorMode():
+        fake = torch.zeros(2 * MIB)
+    assert isinstance(fake, FakeTensor)
+    assert pool.reserved_bytes == 0
+
+
+def test_routing_compiled_code_makes_growable_tensors_too():
+    compiled = torch.compile(lambda like: torch.zeros(4, MIB, dtype=like.dtype), backend="eager")
+    with extensible_kv_pool("cpu") as pool:
+        cache = compiled(torch.ones(1, dtype=torch.int8))
+    pool.bind(cache)
+    pool.commit(4)
+    assert not cache.any()
+
+
 def test_storage_weakref_survives_its_wrapper():
     """The GPU route learns of a storage's death from a weak reference to its wrapper: not before."""
     died = []

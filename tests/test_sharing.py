@@ -4,12 +4,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from pools import MIB, ON_EVERY_DEVICE, assert_filled, fill, make_pool
+from pools import MIB, ON_EVERY_DEVICE, assert_filled, fill, make_pool, run_python
 
 from allocator import PoolValueError, export, import_, memory_info
 
@@ -146,6 +147,52 @@ def test_import_from_a_connection_that_breaks_names_the_bytes(cut):
     end.close()
     with pytest.raises(PoolValueError, match=r"closed the connection after \d+ of \d+"):
         import_(partial, "cpu")
+
+
+MANY_CHUNKS = """
+import resource, socket, threading, torch
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, {hard}))
+from allocator import export, extensible_kv_pool, import_
+with extensible_kv_pool("cpu", max_chunk_bytes=2 << 20) as pool:
+    caches = [torch.zeros(60, 2 << 20, dtype=torch.int8) for _ in range(5)]
+for number, cache in enumerate(caches):
+    pool.bind(cache)
+pool.commit(60)
+for number, cache in enumerate(caches):
+    cache[59].fill_(number)
+ours, theirs = socket.socketpair()
+thread = threading.Thread(target=export, args=(pool, ours))
+thread.start()
+imported = import_(theirs, "cpu")
+thread.join()
+for number, tensor in enumerate(imported.tensors):
+    assert int(tensor[59 << 21]) == number
+print(len(imported.tensors), imported.committed_blocks)
+"""
+
+
+def test_more_chunks_than_the_soft_limit_of_open_files():
+    process = run_python(MANY_CHUNKS.format(hard=4096))
+    assert (process.returncode, process.stdout) == (0, "5 60\n"), process.stderr
+
+
+def test_more_chunks_than_the_hard_limit_of_open_files_names_the_limit():
+    process = run_python(MANY_CHUNKS.format(hard=200))
+    assert process.returncode == 1
+    assert "EMFILE" in process.stderr, process.stderr
+
+
+def test_export_does_not_block_the_pool_while_the_other_side_does_not_read():
+    pool, view = make_pool("cpu", num_blocks=4096, block_bytes=64 * 1024, max_chunk_bytes=2 * MIB)
+    pool.commit(2000)
+    ours, _theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    threading.Thread(target=export, args=(pool, ours), daemon=True).start()
+    time.sleep(0.5)
+    start = time.perf_counter()
+    pool.commit(2001)
+    assert time.perf_counter() - start < 5
+    assert not view[:, 2000].any()
 
 
 def test_import_of_something_else_is_refused():

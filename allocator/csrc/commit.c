@@ -215,7 +215,9 @@ static int run(commit_step *steps, size_t num_steps, bool zero)
 static int target(const reservation *r, bool recommit, uint64_t num_blocks, bool defragment, uint64_t *to, bool *needed)
 {
     *to = recommit ? r->released_blocks : num_blocks;
-    *needed = recommit ? r->released : *to > r->committed_blocks || (defragment && *to == r->committed_blocks && *to);
+    if (defragment && *to < r->committed_blocks)
+        *to = r->committed_blocks;
+    *needed = recommit ? r->released : *to > r->committed_blocks || (defragment && *to);
     if (recommit)
         return EKV_OK;
     if (r->released)

@@ -39,8 +39,6 @@ _Static_assert(sizeof(access_desc) == 12 && offsetof(access_desc, flags) == 8, "
 
 enum {
     CUDA_ERROR_OUT_OF_MEMORY = 2,
-    CUDA_ERROR_NOT_SUPPORTED = 801,
-    LIBRARY_NOT_FOUND = -1,
     VMM_SUPPORTED = 102,
     GPU_DIRECT_RDMA_WITH_VMM_SUPPORTED = 110,
     STREAM_NON_BLOCKING = 1,
@@ -97,8 +95,6 @@ static int check(ekv_device *device, const char *call, int code, uint64_t addres
 static const char *cuda_error_name(int code)
 {
     const char *name = NULL;
-    if (code == LIBRARY_NOT_FOUND)
-        return "library or symbol not found";
     if (!cuda.error_name || cuda.error_name(code, &name) || !name)
         return "unknown error";
     return name;

@@ -6,6 +6,7 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
+#include "host_memory.h"
 #include "internal.h"
 
 #include <errno.h>
@@ -121,30 +122,15 @@ static int host_reserve(ekv_device *device, uint64_t size, uint64_t alignment, u
     return 0;
 }
 
-/* Bytes that the machine can hand out without swapping or an out-of-memory kill; 0 when it cannot be read. */
-static uint64_t machine_memory(const char *field)
-{
-    char line[128];
-    uint64_t kib = 0;
-    size_t length = strlen(field);
-    FILE *file = fopen("/proc/meminfo", "re");
-    if (!file)
-        return 0;
-    while (fgets(line, sizeof line, file))
-        if (!strncmp(line, field, length)) {
-            kib = strtoull(line + length, NULL, 10);
-            break;
-        }
-    fclose(file);
-    return kib * 1024;
-}
-
 static int host_memory_info(ekv_device *device, uint64_t *free_bytes, uint64_t *total_bytes)
 {
-    uint64_t available = machine_memory("MemAvailable:");
     (void)device;
-    *total_bytes = budget ? budget : machine_memory("MemTotal:");
-    *free_bytes = budget ? (created < budget ? budget - created : 0) : available;
+    if (budget) {
+        *total_bytes = budget;
+        *free_bytes = created < budget ? budget - created : 0;
+    } else {
+        ekv_machine_memory(free_bytes, total_bytes);
+    }
     return 0;
 }
 
@@ -152,13 +138,13 @@ static int host_memory_info(ekv_device *device, uint64_t *free_bytes, uint64_t *
 static int memory_file(void)
 {
     struct rlimit limit;
-    int file = memfd_create("extensible-kv", MFD_CLOEXEC);
+    int file = memfd_create("extensible-kv", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (file >= 0 || errno != EMFILE || getrlimit(RLIMIT_NOFILE, &limit) || limit.rlim_cur >= limit.rlim_max)
         return file;
     limit.rlim_cur = limit.rlim_max;
     if (setrlimit(RLIMIT_NOFILE, &limit))
         return -1;
-    return memfd_create("extensible-kv", MFD_CLOEXEC);
+    return memfd_create("extensible-kv", MFD_CLOEXEC | MFD_ALLOW_SEALING);
 }
 
 static int host_create(ekv_device *device, int handle_kind, uint64_t size, ekv_handle *handle)
@@ -166,12 +152,14 @@ static int host_create(ekv_device *device, int handle_kind, uint64_t size, ekv_h
     uint64_t free_bytes, total_bytes;
     int file, code;
     (void)handle_kind; /* every handle is a file descriptor already */
-    host_memory_info(device, &free_bytes, &total_bytes);
-    if (size > free_bytes)
-        return ekv_fail(device, "create", ENOMEM, 0, size);
-    file = memory_file();
+    file = memory_file(); /* first, since it raises the limit of open files that reading takes some of */
     if (file < 0)
         return ekv_fail(device, "memfd_create", errno, 0, size);
+    host_memory_info(device, &free_bytes, &total_bytes);
+    if (size > free_bytes) {
+        close(file);
+        return ekv_fail(device, "create", ENOMEM, 0, size);
+    }
     do
         code = fallocate(file, 0, 0, (off_t)size) ? errno : 0;
     while (code == EINTR);
@@ -221,7 +209,9 @@ static int host_unmap(ekv_device *device, uint64_t address, uint64_t size)
 /* Linux has closed the descriptor also when close says that it failed: closing it again could close somebody else's. */
 static int host_release(ekv_device *device, ekv_handle handle, uint64_t size)
 {
+    int sealed = ftruncate((int)handle, 0); /* a child forked meanwhile has the file too: it shall not keep memory */
     (void)device;
+    (void)sealed; /* exported: the other side keeps it */
     close((int)handle);
     created -= size;
     return 0;
@@ -271,6 +261,7 @@ static int host_gpu_direct_rdma(ekv_device *device, bool *capable)
 
 static int host_export_file(ekv_device *device, ekv_handle handle, int *file)
 {
+    fcntl((int)handle, F_ADD_SEALS, F_SEAL_SHRINK); /* from now on release must not take the memory away */
     *file = fcntl((int)handle, F_DUPFD_CLOEXEC, 0);
     return *file < 0 ? ekv_fail(device, "fcntl", errno, 0, 0) : 0;
 }

@@ -17,9 +17,11 @@ static uint64_t physical_bytes(const reservation *r)
 static int check_segments(const reservation *r, const ekv_segment *segments, size_t num_segments, uint64_t capacity)
 {
     uint64_t end = 0;
-    if (r->committed_blocks || r->released)
+    if (r->released)
+        return ekv_error(EKV_INVALID, "bind while the physical memory is released");
+    if (r->committed_blocks)
         return ekv_error(EKV_INVALID, "bind after %llu blocks were committed",
-                         (unsigned long long)(r->released ? r->released_blocks : r->committed_blocks));
+                         (unsigned long long)r->committed_blocks);
     for (size_t i = 0; i < num_segments; i++) {
         const ekv_segment *s = &segments[i];
         if (!s->block_stride)

@@ -76,8 +76,9 @@ void ekv_error_rewind(ekv_error_mark mark, char *text, size_t text_bytes);
 /* reservation.c, for torch_malloc.c, with the lock held. */
 int ekv_reserve_locked(ekv_device *device, uint64_t size, uint64_t max_chunk, int shareable, uint64_t *id,
                        uint64_t *base);
-/* Frees the reservation that starts at base: 1 when there is one (what fails stays on a list and is tried again). */
-int ekv_unreserve_at_locked(uint64_t base);
+/* Frees the reservation that starts at base: 1 when there is one.  What fails, or would have to wait for the device while
+ * stream is being captured, is finished at a later call. */
+int ekv_unreserve_at_locked(uint64_t base, void *stream);
 void ekv_retry_locked(void);
 int ekv_pick_handle_kind(ekv_device *device, int *kind, uint64_t *granularity, char *reason, size_t reason_bytes);
 

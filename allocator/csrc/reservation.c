@@ -110,7 +110,7 @@ static int give_memory_back(reservation *r)
     int code, first;
     if (chunks_reserve(&r->orphans, old.count))
         return ekv_error_status();
-    first = r->device->driver->synchronize(r->device);
+    first = old.count ? r->device->driver->synchronize(r->device) : 0;
     if (first)
         return first;
     orphans_retry(r);
@@ -162,6 +162,25 @@ void ekv_retry_locked(void)
     }
 }
 
+static void drop(reservation *r, bool defer)
+{
+    if (defer || give_back(r))
+        r->state = DYING;
+    else
+        forget(r);
+}
+
+void ekv_drop(uint64_t id)
+{
+    reservation *r;
+    if (ekv_enter())
+        return;
+    r = reservation_find(id);
+    if (r)
+        drop(r, false);
+    ekv_leave();
+}
+
 void ekv_collect(void)
 {
     if (ekv_enter())
@@ -211,14 +230,14 @@ int ekv_adopt(uint64_t address, uint64_t max_chunk_bytes, uint64_t *id)
     return status;
 }
 
-int ekv_unreserve_at_locked(uint64_t base)
+int ekv_unreserve_at_locked(uint64_t base, void *stream)
 {
     for (reservation *r = reservations; r; r = r->next)
         if (r->base == base && r->state != DYING) {
-            if (give_back(r))
-                r->state = DYING;
-            else
-                forget(r);
+            uint64_t capture = 0;
+            bool deferred = r->state == RETIRED && r->chunks.count;
+            bool capturing = !r->device->driver->capture_id(r->device, stream, &capture) && capture;
+            drop(r, deferred || capturing);
             return 1;
         }
     return 0;

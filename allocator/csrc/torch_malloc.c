@@ -1,8 +1,8 @@
 /* ekv_malloc and ekv_free, the two functions that PyTorch's CUDAPluggableAllocator calls.
  *
  * An allocation on a thread between ekv_route_begin and ekv_route_end becomes a reservation without memory; any other
- * comes from the cache.  A failure returns NULL (PyTorch then raises its out-of-memory error) and stays in the
- * thread's error record. */
+ * comes from the cache.  A failure returns NULL and stays in the thread's error record: in a MemPool PyTorch raises its
+ * out-of-memory error, as the current allocator it makes a tensor at address 0. */
 #include "cache.h"
 
 #include <sys/types.h>
@@ -82,10 +82,9 @@ void ekv_free(void *address, ssize_t size, int ordinal, void *stream)
 {
     (void)size;
     (void)ordinal;
-    (void)stream;
     if (!address || ekv_enter())
         return;
     if (!ekv_cache_free_locked((uint64_t)address))
-        ekv_unreserve_at_locked((uint64_t)address);
+        ekv_unreserve_at_locked((uint64_t)address, stream);
     ekv_leave();
 }
