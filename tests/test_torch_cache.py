@@ -142,6 +142,48 @@ def test_short_of_memory_the_cache_is_given_back_and_the_call_succeeds(driver):
 
 @BOTH
 @in_child()
+def test_pool_tensor_dropped_during_capture_does_not_spoil_it(driver):
+    torch = Torch(driver)
+    stream = torch.stream()
+    from allocator.shim import ffi
+
+    for retire_first in (True, False):
+        assert torch.lib.ekv_route_begin(0, 0, 0) == 0
+        address = torch.malloc(MIB, stream)
+        reservation = torch.lib.ekv_route_end()
+        segments = ffi.new("ekv_segment[]", [(0, MIB, MIB)])
+        assert torch.lib.ekv_set_segments(reservation, segments, 1, 1) == 0
+        assert torch.lib.ekv_commit([reservation], 1, 1, torch.lib.EKV_COMMIT_ZERO) == 0
+        torch.stub.begin_capture()
+        if retire_first:  # what the routing does when the storage dies
+            assert torch.lib.ekv_retire(reservation, 1) == 0
+        torch.free(address, MIB, stream)
+        assert torch.stub.end_capture() == 0, torch.stub.text()
+        assert torch.stub.live_handles() == 1
+        torch.lib.ekv_collect()
+        assert torch.stub.live_handles() == 0
+        assert torch.stub.live_reservations() == 0
+
+
+@BOTH
+@in_child()
+def test_owner_that_cannot_try_again_is_finished_later(driver):
+    torch = Torch(driver)
+    from allocator.reservation import Reservation
+
+    kind = torch.lib.EKV_CUDA if driver == "cuda" else torch.lib.EKV_HIP
+    reservation = Reservation.reserve(kind, 0, MIB)
+    reservation.set_segments([(0, MIB, MIB)], 1)
+    assert torch.lib.ekv_commit([reservation.id], 1, 1, 0) == 0
+    torch.stub.fail_nth({"cuda": "cuMemUnmap", "hip": "hipMemUnmap"}[driver], 1, 999, 0)
+    torch.lib.ekv_drop(reservation.id)
+    assert torch.stub.live_handles() == 1
+    torch.lib.ekv_collect()
+    assert not any(torch.stub.live().values())
+
+
+@BOTH
+@in_child()
 def test_memory_that_another_stream_used_waits_for_it(driver):
     torch = Torch(driver)
     own, other = torch.stream(), torch.stream()
