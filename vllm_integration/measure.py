@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["free_bytes", "own_bytes", "quiet_random", "run_widest_step", "settle", "without_graph_estimation"]
+__all__ = ["free_bytes", "own_bytes", "quiet_random", "settle", "without_graph_estimation"]
 
 
 @contextmanager
@@ -61,50 +61,6 @@ def settle(device: Any) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-
-
-def run_widest_step(worker: Any) -> None:
-    """Run the widest step that vLLM's own profiling knows, on a model that is warmed up.
-
-    Full `max_num_batched_tokens`, the sampler or pooler at its widest, the multimodal encoder at its budget.
-    It runs without attention metadata, so no block of the cache is touched, and eagerly, so no graph is
-    captured or replayed.
-    """
-    import torch
-    import vllm.envs as envs
-    from vllm.config import CompilationMode, set_current_vllm_config
-
-    runner = worker.model_runner
-    # As vLLM profiles: without gradients, and with the same guards for compiled code.
-    with torch.inference_mode(), set_current_vllm_config(worker.vllm_config), quiet_random(worker.device):
-        if worker.device.type != "cpu":
-            _run_widest_sampling(worker)
-            runner.profile_run()
-        elif envs.VLLM_CPU_CI_ENV:
-            pass
-        elif worker.compilation_config.mode == CompilationMode.NONE:
-            runner.profile_run()
-        else:
-            runner.warming_up_model()
-    if worker.device.type == "cuda":
-        torch.cuda.synchronize(worker.device)
-
-
-def _run_widest_sampling(worker: Any) -> None:
-    """Sample the most rows first, while PyTorch's cache is empty.
-
-    The logits are the largest single tensors of a step. A cache that starts with them serves the forward pass
-    from their pieces; one that starts with the forward pass keeps its smaller pieces beside them for good.
-    """
-    import torch
-    from vllm.distributed.parallel_state import get_pp_group
-
-    runner, scheduler = worker.model_runner, worker.scheduler_config
-    if runner.is_pooling_model or not get_pp_group().is_last_rank:
-        return
-    rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-    size = (rows, worker.model_config.get_hidden_size())
-    runner._dummy_sampler_run(torch.zeros(size, dtype=worker.model_config.dtype, device=worker.device))
 
 
 @contextmanager

@@ -83,7 +83,8 @@ class ExtensibleWorker(SleepingWorker):
             if not self._ekv_asked and self.rank == 0 and fallback.engine_reason(self.vllm_config) is None:
                 fallback.warn(NOT_LOADED)
             return super().initialize_from_config(kv_cache_config)
-        with allocation.pooled(functools.partial(self._ekv_allocate, kv_cache_config)):
+        blocks = self._ekv_prefix_blocks(kv_cache_config)
+        with allocation.pooled(functools.partial(self._ekv_allocate, blocks)):
             super().initialize_from_config(kv_cache_config)
 
     def compile_or_warm_up_model(self: Any) -> Any:
@@ -161,7 +162,17 @@ class ExtensibleWorker(SleepingWorker):
         cache = self._ekv
         return None if cache is None or cache.pool is None else cache.snapshot(self)
 
-    def _ekv_allocate(self: Any, worker_config: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def _ekv_prefix_blocks(self: Any, config: Any) -> int:
+        cache = self._ekv
+        blocks = cache.options.warmup_blocks or config.num_blocks
+        if config.kv_cache_tensors and not cache.options.warmup_blocks:
+            bytes_per_block = config.kv_cache_tensors[0].size // config.num_blocks
+            most_bytes = cache.prefix_limit_bytes(self)
+            blocks = warmup_blocks(self, config, config.num_blocks, bytes_per_block, most_bytes)
+        # Warm-up makes as many requests as its blocks allow, and ranks have to run the same steps.
+        return min(config.num_blocks, worker_checks.agreed_least(blocks))
+
+    def _ekv_allocate(self: Any, prefix_blocks: int, original: Any, *args: Any, **kwargs: Any) -> Any:
         from allocator import extensible_kv_pool
 
         cache = self._ekv
@@ -177,8 +188,5 @@ class ExtensibleWorker(SleepingWorker):
                 caches = original(*args, **kwargs)
             cache.adopt(pool, plan.num_blocks, size)
             cache.num_views = allocation.bind_views(pool, caches, plan.num_blocks)
-        blocks = cache.options.warmup_blocks or warmup_blocks(
-            self, worker_config, plan.num_blocks, cache.bytes_per_block, cache.prefix_limit_bytes(self)
-        )
-        cache.commit_prefix(min(blocks, plan.num_blocks))
+        cache.commit_prefix(prefix_blocks)
         return caches

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_integration.allocation import view_specs_of_plan
 
-__all__ = ["agreed", "layout_reason", "reservable_bytes", "worker_reason"]
+__all__ = ["agreed", "agreed_least", "layout_reason", "reservable_bytes", "worker_reason"]
 
 
 def worker_reason(worker: Any) -> str | None:
@@ -83,6 +83,19 @@ def agreed(reason: str | None) -> str | None:
     reasons: list[str | None] = [None] * group.world_size
     torch.distributed.all_gather_object(reasons, reason, group=group.cpu_group)
     return next((r for r in reasons if r), None)
+
+
+def agreed_least(value: int) -> int:
+    """Return the smallest `value` of all ranks of all engines that warm up together."""
+    import torch
+    from vllm.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    if group.world_size == 1:
+        return value
+    least = torch.tensor([value], dtype=torch.int64)
+    torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return int(least)
 
 
 def _backend_reason(vllm_config: Any) -> str | None:

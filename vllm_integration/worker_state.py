@@ -10,6 +10,7 @@ from vllm_integration.config import Options
 from vllm_integration.log import logger
 from vllm_integration.stages import Stages
 from vllm_integration.start_table import start_table
+from vllm_integration.widest_step import run_widest_step
 from vllm_integration.worker_checks import reservable_bytes
 
 __all__ = ["WorkerCache"]
@@ -117,7 +118,7 @@ class WorkerCache:
             measure.settle(device)
             warm_free = measure.free_bytes(device)
             if not (device.type == "cpu" and self.explicit):
-                measure.run_widest_step(worker)
+                run_widest_step(worker, pool.committed_blocks)
             free = measure.free_bytes(device)
         committed = pool.physical_bytes
         budget, used = self._budget_now(device, free, committed)

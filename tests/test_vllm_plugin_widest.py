@@ -1,0 +1,148 @@
+"""The widest step: what it adds to vLLM's profile run, and a whole engine with speculative decoding."""
+
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_vllm_plugin import ENV, FLAG, SMALL, SNAPSHOT, check_engine_is_consistent
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(280)]
+
+Run = Callable[..., dict[str, Any]]
+DRAFTS = 4
+NGRAM = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": DRAFTS,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    }
+}
+# Text that repeats itself, so that n-grams are found and some of the drafts are taken.
+GENERATE = {
+    "do": "generate",
+    "prompts": [[300 + j % 7 for j in range(n)] for n in (40, 130)],
+    "max_tokens": 24,
+}
+
+
+def test_speculative_engine_equals_stock_and_measures_every_draft(run_engine: Run) -> None:
+    """Case 6, on the CPU build's V1 runner with n-grams."""
+    steps = [GENERATE, {"do": "figures"}, SNAPSHOT, {"do": "rpc", "method": "probe_widest_step"}, GENERATE]
+    llm = SMALL | FLAG | NGRAM | {"worker_extension_cls": "widest_probe.Extension"}
+    env = ENV | {"PYTHONPATH": str(Path(__file__).parent)}
+    answer = run_engine(llm, steps, env, import_first=True)
+    assert answer["error"] is None
+    outputs, figures, snapshots, (seen,), again = answer["results"]
+    check_engine_is_consistent(figures, snapshots)
+    requests = SMALL["max_num_seqs"]
+    # Every request with all its drafts, and all of them with penalties; and so for ordinary sampling.
+    assert seen["verified"]
+    for rows, drafts, penalties in seen["verified"]:
+        assert (rows, drafts, penalties) == (requests * (1 + DRAFTS), [DRAFTS] * requests, True)
+    assert [requests, True, 1] in seen["sampled"]
+    assert max(seen["tokens"]) == SMALL["max_num_batched_tokens"]
+    assert "could not be measured" not in answer["log"]
+    # It was run a second time, in the middle of serving, and nothing that serves has noticed.
+    stock = run_engine(SMALL | NGRAM, [GENERATE], ENV)
+    assert outputs == again == stock["results"][0]
+
+
+@pytest.mark.parametrize(
+    ("requests", "tokens", "drafts", "fit"),
+    [(16, 2048, 16, 16), (256, 2048, 16, 7), (8, 8, 4, 1), (1, 64, 3, 3)],
+)
+def test_drafts_of_all_requests_fit_one_step(requests: int, tokens: int, drafts: int, fit: int) -> None:
+    from vllm_integration.widest_step import draft_tokens_per_request
+
+    assert draft_tokens_per_request(requests, tokens, drafts) == fit
+
+
+def budget(cache_size: int, per_item: int, items: int, compute: int = 1 << 20) -> Any:
+    """vLLM's `MultiModalBudget`, as far as the widest step reads it."""
+    return types.SimpleNamespace(
+        encoder_cache_size=cache_size,
+        get_encoder_budget=lambda: min(compute, cache_size),
+        mm_max_toks_per_item={"image": per_item} if per_item else {},
+        mm_max_items_per_batch={"image": items} if per_item else {},
+        get_modality_with_max_tokens=lambda: "image",
+    )
+
+
+@pytest.mark.parametrize(
+    ("mm_budget", "tokens"),
+    [
+        (budget(16_384, 1024, 16), 0),
+        (budget(16_384, 1024, 4), 12_288),  # few requests at a time, but entries stay
+        (budget(16_384, 5000, 3), 1384),
+        (budget(16_384, 0, 0), 16_384),  # embeddings are given, there is no encoder
+        (budget(16_384, 1024, 16, compute=0), 0),
+        (budget(1024, 4096, 1), 0),
+    ],
+)
+def test_encoder_cache_is_filled_up_to_its_budget(mm_budget: Any, tokens: int) -> None:
+    from vllm_integration.widest_step import encoder_shortfall_tokens
+
+    assert encoder_shortfall_tokens(mm_budget) == tokens
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+@pytest.mark.parametrize("skipped", [False, True])
+def test_encoder_cache_case_7_is_held_on_both_runners(
+    monkeypatch: pytest.MonkeyPatch, runner: str, skipped: bool
+) -> None:
+    """16,384 tokens of hidden size 4,096 in bfloat16, of which the dummies fill a quarter."""
+    import torch
+    import vllm.distributed.parallel_state as state
+    import vllm.multimodal.encoder_budget as encoder_budget
+
+    from vllm_integration import widest_step
+
+    mm_budget = budget(16_384, 1024, 4)
+    monkeypatch.setattr(state, "get_pp_group", lambda: types.SimpleNamespace(is_first_rank=True))
+    monkeypatch.setattr(encoder_budget, "MultiModalBudget", lambda *args, **kwargs: mm_budget)
+    has = {"mm_budget": mm_budget} if runner == "V1" else {"mm_registry": None}
+    worker = types.SimpleNamespace(
+        device=torch.device("meta"),
+        vllm_config=None,
+        model_runner=types.SimpleNamespace(supports_mm_inputs=True, **has),
+        model_config=types.SimpleNamespace(
+            dtype=torch.bfloat16,
+            get_inputs_embeds_size=lambda: 4096,
+            multimodal_config=types.SimpleNamespace(skip_mm_profiling=skipped),
+        ),
+    )
+    held = widest_step._rest_of_encoder_cache(worker)
+    if skipped:
+        assert held is None
+    else:
+        assert held.nbytes == (16_384 - 4 * 1024) * 4096 * 2
+
+
+@pytest.mark.parametrize("with_prompt_len", [False, True], ids=["0.31", "0.29"])
+def test_v2_sampler_rows_get_every_feature(with_prompt_len: bool) -> None:
+    from vllm_integration import widest_step
+
+    class Sampler:
+        def __init__(self) -> None:
+            self.rows: dict[int, Any] = {}
+            self.applied = 0
+
+        def apply_staged_writes(self) -> None:
+            self.applied += 1
+
+    class Before(Sampler):
+        def add_request(self, req_idx: int, prompt_len: int, sampling_params: Any) -> None:
+            self.rows[req_idx] = sampling_params
+
+    class After(Sampler):
+        def add_request(self, req_idx: int, sampling_params: Any) -> None:
+            self.rows[req_idx] = sampling_params
+
+    sampler = (Before if with_prompt_len else After)()
+    widest_step._stage_every_feature(sampler, 3)
+    assert sorted(sampler.rows) == [0, 1, 2]
+    assert all(p.top_p < 1 and p.repetition_penalty > 1 and p.logprobs for p in sampler.rows.values())
+    assert sampler.applied == 1
