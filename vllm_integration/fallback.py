@@ -21,7 +21,7 @@ def warn(reason: str) -> None:
 
 def engine_reason(vllm_config: Any) -> str | None:
     """Return why this configuration cannot have an extensible cache, or None."""
-    for check in (_elastic_launch, _external_launcher, _connector, _sleep_mode, _hisparse, _cache_dtype):
+    for check in (_elastic_launch, _external_launcher, _connector, _sleep_backend, _hisparse, _cache_dtype):
         reason = check(vllm_config)
         if reason:
             return reason
@@ -46,13 +46,10 @@ def _connector(vllm_config: Any) -> str | None:
     return f"the KV connector {name} is handed the cache before its size is known" if name else None
 
 
-def _sleep_mode(vllm_config: Any) -> str | None:
-    model_config = vllm_config.model_config
-    if getattr(model_config, "enable_sleep_mode", False):
-        return "sleep mode is on"
-    if getattr(model_config, "enable_cumem_allocator", False):
-        return "the cumem allocator is on"
-    return None
+def _sleep_backend(vllm_config: Any) -> str | None:
+    # A mechanism that moves the whole device, our memory with it, would find it in the middle of that.
+    backend = getattr(vllm_config.model_config, "sleep_mode_backend", "cumem")
+    return None if backend == "cumem" else f"the sleep-mode backend is {backend}, not cumem"
 
 
 def _hisparse(vllm_config: Any) -> str | None:

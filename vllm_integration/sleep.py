@@ -1,8 +1,8 @@
 """Sleep in the engine core: all ranks wake or none, and prefix-cache hits that survive a nap.
 
 vLLM's own flow stays: pause the scheduler, reset its caches, put every worker to sleep. With the option
-``sleep_backup`` a sleep of level 1 leaves the hashes of cached blocks where they are, and has the workers keep
-the content of those blocks; everything else, running requests included, goes vLLM's way.
+``sleep_backup`` a sleep of level 1 leaves the hashes of cached blocks where they are, and has the workers
+keep the content of those blocks; everything else, running requests included, goes vLLM's way.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sleep in a worker: the pool gives its memory back after vLLM's own work, and takes it again before that.
 
-Addresses stay, so captured graphs do. Where weights are in vLLM's sleep mode (``--enable-sleep-mode``) they go
-its way; otherwise, and on a CPU, where vLLM has none, only the KV cache sleeps.
+Addresses stay, so captured graphs do. Where weights are in vLLM's sleep mode (``--enable-sleep-mode``) they
+go its way; otherwise, and on a CPU, where vLLM has none, only the KV cache sleeps.
 """
 
 from __future__ import annotations

@@ -1,0 +1,24 @@
+"""A worker extension for servers under test: `vllm serve --worker-extension-cls sleep_extension.Budget`."""
+
+import os
+
+
+class Budget:
+    """Adds methods to every worker."""
+
+    def set_host_budget(self, num_bytes: int) -> None:
+        """Limit what the host driver may hold in this worker's process; 0: no limit."""
+        from allocator.shim import lib
+
+        lib.ekv_host_configure(0, num_bytes)
+
+    def memfd_bytes(self) -> int:
+        """Return what the files hold that back the host driver's chunks, as the kernel counts it."""
+        total = 0
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                if os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:extensible-kv"):
+                    total += os.fstat(int(name)).st_blocks * 512
+            except OSError:
+                continue
+        return total

@@ -1,0 +1,104 @@
+"""Steps for `engine_runner.py` that put an engine in this process to sleep.
+
+{"do": "sleep", "level": n, "mode": m}, {"do": "wake_up", "tags": [...]}, {"do": "release_kv_cache"}
+{"do": "cached", "prompts": [token ids]}: generate, and tell how many tokens came from the prefix cache
+{"do": "nap_in_flight", "prompt": [...], "after": n, "mode": m}: sleep and wake in the middle of a request
+{"do": "budget", "bytes": n}: what the host driver may hold in this process; 0: no limit
+{"do": "host_memory", "bytes": n}: what a backup finds available; 0: what there really is
+"""
+
+from typing import Any
+
+from sleep_extension import Budget
+
+from allocator import backup
+from allocator.shim import lib
+
+REALLY_AVAILABLE = backup._available_host_bytes
+
+
+def sleep(llm: Any, level: int = 1, mode: str = "abort") -> dict[str, Any]:
+    llm.sleep(level=level, mode=mode)
+    return _state(llm)
+
+
+def wake_up(llm: Any, tags: list[str] | None = None) -> dict[str, Any]:
+    error = None
+    try:
+        llm.wake_up(tags)
+    except Exception as failure:
+        error = {"type": type(failure).__name__, "text": str(failure)}
+    return {**_state(llm), "error": error}
+
+
+def release_kv_cache(llm: Any) -> dict[str, Any]:
+    llm.llm_engine.step()  # tells the workers which requests have ended, without which vLLM refuses
+    llm.sleep(level=0)
+    llm.release_kv_cache_memory()
+    return _state(llm)
+
+
+def cached(llm: Any, prompts: list[list[int]], max_tokens: int = 16) -> list[dict[str, Any]]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=2)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    return [
+        {
+            "cached_tokens": output.num_cached_tokens,
+            "tokens": list(output.outputs[0].token_ids),
+            "logprobs": [sorted((t, e.logprob) for t, e in s.items()) for s in output.outputs[0].logprobs],
+        }
+        for output in outputs
+    ]
+
+
+def nap_in_flight(
+    llm: Any, prompt: list[int], after: int, mode: str, level: int = 1, max_tokens: int = 24
+) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    engine, asleep, awake = llm.llm_engine, None, None
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    engine.add_request(f"nap-{mode}-{level}", {"prompt_token_ids": prompt}, params)
+    tokens: list[int] = []
+    finish = None
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens, finish = list(output.outputs[0].token_ids), output.outputs[0].finish_reason
+        if asleep is None and len(tokens) >= after:
+            asleep = sleep(llm, level, mode)
+            awake = wake_up(llm)
+            if mode == "abort":
+                engine.abort_request([f"nap-{mode}-{level}"])
+    return {"tokens": tokens, "finish": finish, "asleep": asleep, "awake": awake}
+
+
+def budget(llm: Any, bytes: int) -> None:
+    lib.ekv_host_configure(0, bytes)
+
+
+def host_memory(llm: Any, bytes: int) -> None:
+    backup._available_host_bytes = (lambda: bytes) if bytes else REALLY_AVAILABLE
+
+
+def _state(llm: Any) -> dict[str, Any]:
+    (snapshot,) = llm.collective_rpc("ekv_snapshot")
+    return {
+        "sleeping": bool(llm.llm_engine.is_sleeping()),
+        "physical_bytes": snapshot["physical_bytes"],
+        "committed_blocks": snapshot["committed_blocks"],
+        "bases": [reservation["base"] for reservation in snapshot["reservations"]],
+        "memfd_bytes": Budget().memfd_bytes(),
+    }
+
+
+STEPS = {
+    "sleep": sleep,
+    "wake_up": wake_up,
+    "release_kv_cache": release_kv_cache,
+    "cached": cached,
+    "nap_in_flight": nap_in_flight,
+    "budget": budget,
+    "host_memory": host_memory,
+}
