@@ -111,9 +111,7 @@ def machine(layout: Callable, device: str, max_chunk_bytes: int) -> type[RuleBas
         def commit(self, fraction, defragment):
             target = self.target(fraction)
             self.pool.commit(target, defragment=defragment)
-            if defragment and target >= self.committed:
-                self.expect_zero(range(target))
-            self.expect_zero(range(self.committed, target))
+            self.expect_zero(range(0 if defragment else self.committed, max(target, self.committed)))
             self.committed = max(self.committed, target)
 
         @rule(fraction=fractions)
