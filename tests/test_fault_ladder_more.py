@@ -168,6 +168,31 @@ def test_retire_fails_at_any_call_and_is_finished_later(driver):
     assert n > 8
 
 
+@pytest.mark.parametrize("persistent", [0, 1])
+@BOTH
+@in_child(options=OPTIONS)
+def test_drop_fails_at_any_call_and_is_finished_later(driver, persistent):
+    from rig import Rig
+
+    from allocator.shim import lib
+
+    stub, n, fired = opened(driver), 0, True
+    while fired:
+        n += 1
+        rig = Rig(driver, "holes", max_chunk_granules=2)
+        assert rig.reserve() == 0
+        assert rig.commit(4) == 0
+        stub.fail_nth(stub.prefix if persistent else None, n, UNKNOWN, persistent)
+        lib.ekv_drop(rig.reservation.id)
+        fired = stub.injected()
+        stub.fail_clear()
+        assert lib.ekv_unreserve(rig.reservation.id) == lib.EKV_FREED
+        opened(driver)
+        assert not any(stub.live().values()), (n, stub.live())
+        assert not stub.num_violations(), stub.text()
+    assert n > 8
+
+
 @BOTH
 @in_child(options=OPTIONS)
 def test_pytorch_calls_fail_at_any_call_without_leaving_reservations(driver):

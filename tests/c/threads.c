@@ -85,6 +85,20 @@ static void *owner(void *seed)
         MUST(ekv_release_physical(&id, 1));
         MUST(ekv_recommit(&id, 1));
         MUST(ekv_shrink(&id, 1, 0));
+        if (round % 5 == 0) {
+            ekv_drop(id);
+            id = make(&base);
+        }
+        if (round % 5 == 1) {
+            ekv_segment whole = {0, STRIDE, 2 * BLOCKS * STRIDE};
+            MUST(ekv_commit(&id, 1, 2, 0));
+            MUST(ekv_retire(id, round % 2));
+            MUST(ekv_adopt(base, 65536, &id));
+            MUST(ekv_set_segments(id, &whole, 1, 2 * BLOCKS));
+            MUST(ekv_commit(&id, 1, 2 * BLOCKS, EKV_COMMIT_ZERO));
+            MUST(ekv_unreserve(id));
+            id = make(&base);
+        }
     }
     MUST(ekv_unreserve(id));
     return NULL;
