@@ -60,7 +60,7 @@ enum {
     X(cuThreadExchangeStreamCaptureMode, exchange_capture_mode, (int *))                                             \
     X(cuStreamCreate, stream_create, (void **, unsigned))                                                            \
     X(cuStreamSynchronize, stream_synchronize, (void *))                                                             \
-    X(cuStreamGetCaptureInfo, stream_capture_info, (void *, int *, uint64_t *))                                      \
+    X(cuStreamGetCaptureInfo_v2, stream_capture_info, (void *, int *, uint64_t *, void *, void *, void *))           \
     X(cuMemGetAllocationGranularity, granularity, (size_t *, const allocation_prop *, int))                          \
     X(cuMemAddressReserve, address_reserve, (uint64_t *, size_t, size_t, uint64_t, uint64_t))                        \
     X(cuMemAddressFree, address_free, (uint64_t, size_t))                                                            \
@@ -263,7 +263,8 @@ static int cuda_capture_id(ekv_device *device, void *stream, uint64_t *id)
     scope s;
     int code = enter(device, &s);
     if (!code)
-        code = CALL(device, cuStreamGetCaptureInfo, 0, 0, stream_capture_info(stream, &capturing, id));
+        code = CALL(device, cuStreamGetCaptureInfo_v2, 0, 0,
+                    stream_capture_info(stream, &capturing, id, NULL, NULL, NULL));
     leave(&s);
     if (code || !capturing)
         *id = 0;

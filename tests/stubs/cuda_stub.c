@@ -192,9 +192,12 @@ static int capture_info(uint64_t stream, int *status, uint64_t *id)
         *id = sim.capture;
     return SIM_OK;
 }
-SIM_EXPORT int cuStreamGetCaptureInfo(uint64_t stream, int *status, uint64_t *id)
+SIM_EXPORT int cuStreamGetCaptureInfo_v2(uint64_t stream, int *status, uint64_t *id, void *graph, void *dependencies,
+                                         size_t *num_dependencies)
 {
-    CALL(DEVICE, capture_info(stream, status, id));
+    CALL(DEVICE, graph || dependencies || num_dependencies
+                     ? sim_violation(SIM_INVALID_VALUE, "the stub knows no graphs")
+                     : capture_info(stream, status, id));
 }
 SIM_EXPORT int cuMemsetD8_v2(device_pointer to, unsigned char value, size_t size)
 {
