@@ -120,6 +120,7 @@ def test_own_worker_class_is_extended(args_class: Any, tiny_model_path: Path) ->
         ({"margin_bytes": True}, "margin_bytes must be an integer"),
         ({"max_chunk_bytes": 0}, "max_chunk_bytes must be an integer of at least 1"),
         ({"warmup_blocks": 1}, "warmup_blocks must be an integer of at least 2, got 1"),
+        ({"sleep_backup": "disk"}, "sleep_backup must be \"cpu\" or null, got 'disk'"),
         ({"enabled": "yes"}, "enabled must be true or false"),
         ("yes", "must be true, false or a dictionary of options, got 'yes'"),
         (1, "must be true, false or a dictionary of options, got 1"),

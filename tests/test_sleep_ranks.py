@@ -1,0 +1,253 @@
+"""Sleep and wake-up of several ranks with real pools, around worker classes that stand in for vLLM's."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pools import MIB, assert_filled, fill, make_pool
+
+from allocator import PoolOutOfMemoryError, memory_info
+from allocator.shim import lib
+from vllm_integration.sleep import EngineSleep, attach, wrap_core_sleep, wrap_sleep, wrap_wake_up
+from vllm_integration.worker_sleep import SleepingWorker
+
+NUM_BLOCKS, BLOCK_BYTES = 64, MIB // 8
+
+
+class StockWorker:
+    """The calls that vLLM's worker has, noting what the pool held then."""
+
+    fails = False
+
+    def sleep(self, level: int = 1) -> None:
+        self._note(f"sleep {level}")
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self._note(f"wake {tags}")
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        self._note(f"discard {tags}")
+
+    def _note(self, what: str) -> None:
+        self.calls.append((what, self.pool.committed_blocks))  # type: ignore[attr-defined]
+        if self.fails:
+            raise RuntimeError("vLLM's own part failed")
+
+
+class Worker(SleepingWorker, StockWorker):
+    """One rank with a pool of 64 blocks of 128 KiB, 48 of them committed and filled."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.calls = rank, []
+        self.pool, self.view = make_pool("cpu", 1, NUM_BLOCKS, BLOCK_BYTES)
+        self.pool.commit(48)
+        fill(self.view, 0, 48)
+        self._ekv = SimpleNamespace(pool=self.pool)
+
+
+class Executor:
+    """vLLM's executor of 0.31 and later, without processes."""
+
+    def __init__(self, workers: list[Worker]) -> None:
+        self.workers, self.sleeping_tags = workers, set()
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        return [getattr(worker, method)(*args) for worker in self.workers]
+
+    def _sleep(self, level: int = 1) -> None:
+        if "weights" not in self.sleeping_tags:
+            self.collective_rpc("sleep", (level,))
+            self.sleeping_tags |= {"weights", "kv_cache"}
+
+    def _wake_up(self, tags: list[str] | None = None) -> None:
+        if self.sleeping_tags.issuperset(tags or ()):
+            self.collective_rpc("wake_up", (tags,))
+            self.sleeping_tags -= set(tags or self.sleeping_tags)
+
+    sleep = wrap_sleep(_sleep)
+    wake_up = wrap_wake_up(_wake_up)
+
+
+class Core:
+    """As much of an engine core as sleep asks."""
+
+    def __init__(self, workers: list[Worker], cached: list[int]) -> None:
+        self.model_executor = Executor(workers)
+        blocks = [
+            SimpleNamespace(block_id=b, ref_cnt=b % 2, block_hash=None if b % 2 else b, is_null=b == 0)
+            for b in cached
+        ]
+        blocks.append(SimpleNamespace(block_id=47, ref_cnt=0, block_hash=None, is_null=False))
+        pool = SimpleNamespace(blocks=blocks)
+        self.scheduler = SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=pool))
+        self.paused: list[Any] = []
+        self.num_resets = 0
+
+    def pause_scheduler(self, mode: str, clear_cache: Any) -> None:
+        self.paused.append((mode, bool(clear_cache), clear_cache is True))
+
+    def _reset_caches(self) -> None:
+        self.num_resets += 1
+
+    def _sleep(self, level: int = 1, mode: str = "abort") -> None:
+        self.pause_scheduler(mode=mode, clear_cache=level >= 1)
+        self.model_executor.sleep(level)
+
+    sleep = wrap_core_sleep(_sleep)
+
+
+@pytest.fixture
+def core() -> Core:
+    return make_core("cpu")
+
+
+def make_core(backup: str | None) -> Core:
+    core = Core([Worker(0), Worker(1)], list(range(12)))
+    attach(core, SimpleNamespace(sleep_backup=backup))
+    assert isinstance(core.model_executor.ekv_sleep, EngineSleep)
+    return core
+
+
+@pytest.fixture
+def host_budget() -> Iterator[Any]:
+    """Set how much more than now the host driver may hold, in bytes; None: no limit."""
+
+    def allow(more_bytes: int | None) -> None:
+        lib.ekv_host_configure(0, 1 << 40)
+        used = (1 << 40) - memory_info("cpu")[0]
+        lib.ekv_host_configure(0, 0 if more_bytes is None else used + more_bytes)
+
+    yield allow
+    lib.ekv_host_configure(0, 0)
+
+
+def committed(core: Core) -> list[int]:
+    return [worker.pool.committed_blocks for worker in core.model_executor.workers]
+
+
+def test_release_comes_after_vllms_sleep_and_memory_before_its_wake_up(core: Core) -> None:
+    core.sleep(1)
+    assert committed(core) == [0, 0]
+    core.model_executor.wake_up(["weights"])
+    assert committed(core) == [0, 0]
+    core.model_executor.wake_up(["kv_cache"])
+    for worker in core.model_executor.workers:
+        assert worker.calls == [("sleep 1", 48), ("wake ['weights']", 0), ("wake ['kv_cache']", 48)]
+
+
+def test_blocks_in_use_survive_and_only_those(core: Core) -> None:
+    core.sleep(1, "keep")
+    assert core.paused == [("keep", True, False)]
+    assert "pause_scheduler" not in vars(core)
+    core.model_executor.wake_up()
+    for worker in core.model_executor.workers:
+        assert_filled(worker.view, 1, 12)
+        assert not worker.view[:, 0].any()
+        assert not worker.view[:, 12:48].any()
+        assert worker._ekv_nap.backup is None
+    assert core.num_resets == 0
+
+
+@pytest.mark.parametrize(("backup", "level"), [("cpu", 2), (None, 1)])
+def test_content_is_gone_where_it_must_be(backup: str | None, level: int) -> None:
+    core = make_core(backup)
+    core.sleep(level)
+    assert core.paused == [("abort", True, True)]
+    core.model_executor.wake_up()
+    assert committed(core) == [48, 48]
+    assert not any(worker.view[:, :48].any() for worker in core.model_executor.workers)
+
+
+def test_one_rank_out_of_memory_leaves_all_asleep_and_the_next_wake_up_works(
+    core: Core, host_budget: Any
+) -> None:  # cases 19 and 31
+    core.sleep(1)
+    host_budget(8 * MIB)  # enough for one of the ranks
+    for tags in (None, ["kv_cache"], None):
+        with pytest.raises(PoolOutOfMemoryError, match="rank 1 could not take its KV cache's memory again"):
+            core.model_executor.wake_up(tags)
+        assert committed(core) == [0, 0]
+        assert core.model_executor.sleeping_tags == {"weights", "kv_cache"}
+    host_budget(None)
+    core.model_executor.wake_up()
+    assert committed(core) == [48, 48]
+    for worker in core.model_executor.workers:
+        assert_filled(worker.view, 1, 12)
+
+
+def test_vllms_own_wake_up_that_fails_puts_the_cache_back_to_sleep(core: Core) -> None:
+    core.sleep(1)
+    first = core.model_executor.workers[0]
+    first.fails = True
+    with pytest.raises(RuntimeError, match="vLLM's own part failed"):
+        core.model_executor.wake_up()
+    assert committed(core)[0] == 0
+    first.fails = False
+    core.model_executor.wake_up()
+    assert committed(core) == [48, 48]
+    assert_filled(first.view, 1, 12)
+
+
+def test_vllms_own_sleep_that_fails_leaves_the_cache_awake(core: Core) -> None:
+    first = core.model_executor.workers[0]
+    first.fails = True
+    with pytest.raises(RuntimeError, match="vLLM's own part failed"):
+        core.sleep(1)
+    assert committed(core)[0] == 48
+    assert_filled(first.view, 0, 48)
+
+
+def test_one_rank_that_cannot_keep_its_content_makes_all_lose_it(
+    core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from allocator import backup
+
+    available = iter([1 << 40, 1000])
+    monkeypatch.setattr(backup, "_available_host_bytes", lambda: next(available))
+    core.sleep(1)
+    assert core.num_resets == 1
+    core.model_executor.wake_up()
+    assert not any(worker.view[:, :48].any() for worker in core.model_executor.workers)
+
+
+def test_sleep_twice_keeps_the_content_of_the_first(core: Core) -> None:
+    core.sleep(1)
+    core.sleep(1)
+    core.model_executor.wake_up(["weights"])
+    core.sleep(1)  # since 0.31 the workers are called again
+    core.model_executor.wake_up()
+    for worker in core.model_executor.workers:
+        assert_filled(worker.view, 1, 12)
+
+
+def test_discard_gives_memory_back_and_keeps_nothing(core: Core) -> None:
+    executor = core.model_executor
+    executor.collective_rpc("discard", (("kv_cache",),))
+    executor.sleeping_tags = {"kv_cache"}
+    assert committed(core) == [0, 0]
+    executor.wake_up(["kv_cache"])
+    assert committed(core) == [48, 48]
+    assert not any(worker.view[:, :48].any() for worker in executor.workers)
+
+
+def test_rank_without_a_cache_does_as_vllm_does(core: Core) -> None:
+    executor = core.model_executor
+    executor.workers[1]._ekv = None
+    core.sleep(1)
+    executor.wake_up()
+    assert [call for call, _ in executor.workers[1].calls] == ["sleep 1", "wake None"]
+    assert committed(core) == [48, 48]
+
+
+def test_hundred_naps_leave_nothing_behind(core: Core) -> None:
+    worker = core.model_executor.workers[0]
+    worker.pool.shrink(8)
+    sizes = set()
+    for _ in range(100):
+        worker.ekv_save([1, 2])
+        worker.sleep(1)
+        worker.wake_up()
+        sizes.add(worker.pool.physical_bytes)
+    assert len(sizes) == 1
+    assert_filled(worker.view, 1, 3)
