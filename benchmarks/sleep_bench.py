@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a nap costs: giving the memory back, taking it again, and keeping the content in host memory meanwhile.
+"""What a nap costs: memory given back and taken again, and content kept in host memory meanwhile.
 
     python benchmarks/sleep_bench.py [--output FILE] [--gib 20] [--device cuda]
 
@@ -114,7 +114,7 @@ def naps(
 
 
 def release_records(pool: PoolController, rounds: int, device: str) -> list[dict]:
-    """Time release and recommit without content, two seconds apart: a driver clears freed memory meanwhile."""
+    """Time release and recommit without content, each rested: a driver clears freed memory meanwhile."""
     releases, recommits = [], []
     for _ in range(rounds):
         releases.append(timed(pool.release_physical, device)[0] * 1e3)

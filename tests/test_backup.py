@@ -155,3 +155,30 @@ def test_committed_rows_have_storages_of_committed_bytes_only(device):
     assert [(r.whole.shape[0], r.stride_bytes) for r in rows] == [(13, 96 * 1024)] * 4
     assert all(r.whole.untyped_storage().nbytes() == 13 * 96 * 1024 for r in rows)
     assert [(r.whole.data_ptr(), r.whole.nbytes) for r in rows] == pool.committed_regions()
+
+
+@pytest.mark.gpu
+def test_captured_graph_reads_what_came_back():
+    """The graph was captured before the nap; its addresses are backed by other memory after it."""
+    pool, view = make_pool("cuda")
+    pool.commit(40)
+    fill(view, 0, 40)
+    total = torch.zeros((), dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        total.copy_(view[:, :40].sum(dtype=torch.int64))
+    graph.replay()
+    before = int(total)
+    free = torch.cuda.mem_get_info()[0]
+    saved = backup.save(pool, range(40))
+    saved.wait()
+    held = pool.physical_bytes
+    pool.release_physical()
+    assert torch.cuda.mem_get_info()[0] >= free + held
+    pool.recommit()
+    graph.replay()
+    assert int(total) == 0
+    saved.restore(pool)
+    graph.replay()
+    assert int(total) == before != 0
