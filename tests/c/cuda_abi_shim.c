@@ -1,4 +1,5 @@
 /* Compares the declarations in the shim's CUDA driver with cuda.h.  Only compiled (-fsyntax-only), never linked. */
+#define __CUDA_API_VERSION_INTERNAL /* declares earlier versions of calls too, which the library still exports */
 #include <cuda.h>
 
 #include <stddef.h>
