@@ -29,9 +29,9 @@ class Server:
                 command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True
             )
 
-    def wait_until_healthy(self) -> None:
+    def wait_until_healthy(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Return once `/health` answers; fail with the end of the log when it does not come to that."""
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 break

@@ -105,9 +105,17 @@ class WorkerCache:
 
     def commit_prefix(self, num_blocks: int) -> None:
         """Back the blocks that warm-up touches."""
+        from allocator.errors import EkvError
+        from allocator.sizing import SizingError
+
         self.prefix_blocks = num_blocks
-        with self.stage("prefix"):
-            self.pool.commit(num_blocks)
+        try:
+            with self.stage("prefix"):
+                self.pool.commit(num_blocks)
+        except EkvError as error:
+            raise SizingError(
+                f"rank {self.rank} could not back the {num_blocks} blocks that warm-up needs: {error}"
+            ) from error
 
     def measure(self, worker: Any) -> dict[str, Any]:
         """Return the budget in bytes, and the largest number of blocks within it."""

@@ -1,0 +1,193 @@
+"""The start-up table, the report's file, and the way of its figures into the front end's metrics."""
+
+import json
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_integration import report
+from vllm_integration.start_table import format_table, start_table
+
+pytestmark = pytest.mark.vllm
+
+MIB = 1 << 20
+sizes = st.integers(0, 1 << 38)
+
+
+def measured(**changes: Any) -> dict[str, Any]:
+    return {
+        "explicit": False,
+        "requested_bytes": 1000 * MIB,
+        "weights_bytes": 300 * MIB,
+        "warm_up_bytes": 20 * MIB,
+        "widest_step_bytes": 100 * MIB,
+        "used_bytes": 470 * MIB,
+        "margin_bytes": 30 * MIB,
+        "set_aside_bytes": 0,
+        "stock_bytes": 550 * MIB,
+        "stock_peak_activation_bytes": 90 * MIB,
+    } | changes
+
+
+def test_table_shows_estimate_against_measurement() -> None:
+    rows = {
+        row["part"]: (row["stock_bytes"], row["measured_bytes"]) for row in start_table(measured(), 490 * MIB)
+    }
+    assert rows == {
+        "weights": (300 * MIB, 300 * MIB),
+        "other": (60 * MIB, 50 * MIB),
+        "graphs and warm-up": (None, 20 * MIB),
+        "widest step": (90 * MIB, 100 * MIB),
+        "margin": (None, 30 * MIB),
+        "KV cache": (550 * MIB, 490 * MIB),
+        "unused": (None, 10 * MIB),
+    }
+
+
+@given(
+    sizes,
+    sizes,
+    st.integers(-(1 << 30), 1 << 38),
+    st.integers(-(1 << 30), 1 << 38),
+    sizes,
+    sizes,
+    sizes,
+    sizes,
+    sizes,
+)
+def test_table_of_any_figures_adds_up_to_what_was_requested(
+    requested: int,
+    weights: int,
+    graphs: int,
+    widest: int,
+    used: int,
+    aside: int,
+    stock: int,
+    peak: int,
+    kv: int,
+) -> None:
+    figures = measured(
+        requested_bytes=requested,
+        weights_bytes=weights,
+        warm_up_bytes=graphs,
+        widest_step_bytes=widest,
+        used_bytes=used,
+        set_aside_bytes=aside,
+        stock_bytes=stock,
+        stock_peak_activation_bytes=peak,
+    )
+    rows = start_table(figures, kv)
+    for source in ("stock_bytes", "measured_bytes"):
+        assert sum(row[source] or 0 for row in rows) == requested
+    assert all(row["measured_bytes"] >= 0 for row in rows if row["part"] not in ("other", "unused"))
+
+
+def test_table_of_explicit_size_leaves_out_what_vllm_did_not_profile() -> None:
+    rows = {row["part"]: row for row in start_table(measured(explicit=True), 700 * MIB)}
+    assert "unused" not in rows
+    assert rows["other"]["stock_bytes"] is rows["widest step"]["stock_bytes"] is None
+    assert rows["margin"]["measured_bytes"] == 0
+
+
+def test_table_lines_are_aligned() -> None:
+    lines = format_table(start_table(measured(requested_bytes=4000 * MIB), 3000 * MIB))
+    assert len({len(line) for line in lines}) == 1
+    assert lines[1].split() == ["weights", "300.0", "MiB", "300.0", "MiB"]
+    assert lines[3].split() == ["graphs", "and", "warm-up", "-", "20.0", "MiB"]
+
+
+@pytest.mark.parametrize(("engine", "name"), [(0, "start.json"), (1, "start.engine1.json")])
+def test_report_is_written_whole(tmp_path: Path, engine: int, name: str) -> None:
+    (tmp_path / name).write_text("old")
+    report.write({"engine": engine, "blocks": 7}, str(tmp_path / "start.json"))
+    assert json.loads((tmp_path / name).read_text()) == {"engine": engine, "blocks": 7}
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_report_that_cannot_be_written_is_only_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import logging
+
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    report.write({"engine": 0}, str(tmp_path / "missing" / "start.json"))
+    assert "the report could not be written" in caplog.text
+
+
+def ready_response() -> Any:
+    """vLLM's own message, with a value for every field that has no default."""
+    import dataclasses
+
+    from vllm.v1.engine import EngineCoreReadyResponse
+
+    values = {"int": 3, "str": "x", "bool": False, "str | None": None}
+    fields = [f for f in dataclasses.fields(EngineCoreReadyResponse) if f.default is dataclasses.MISSING]
+    return EngineCoreReadyResponse(
+        **{
+            f.name: values[f.type if isinstance(f.type, str) else getattr(f.type, "__name__", str(f.type))]
+            for f in fields
+        }
+    )
+
+
+def figures(rank: int, blocks: int) -> dict[str, Any]:
+    names = ("capacity_blocks", "capacity_bytes", "committed_blocks", "committed_bytes", "physical_bytes")
+    sizes = {name: blocks + i for i, name in enumerate(names)}
+    return {
+        "rank": rank,
+        **sizes,
+        "commit_seconds": 0.5,
+        "table": start_table(measured(), 490 * MIB),
+        "more": [],
+    }
+
+
+def test_figures_cross_in_the_ready_message() -> None:
+    """Through vLLM's own encoding, into gauges; and a front end without the plugin reads the same message."""
+    import msgspec
+    from prometheus_client import REGISTRY
+    from vllm.v1.engine import EngineCoreReadyResponse
+
+    from vllm_integration import metrics
+
+    response = ready_response()
+    core = types.SimpleNamespace(_ekv_report={"ranks": [figures(0, 100), figures(1, 200)]})
+    sent = metrics.wrap_make_ready_response(lambda self: response)(core)
+    payload = msgspec.msgpack.encode(sent)
+    assert msgspec.msgpack.decode(payload, type=EngineCoreReadyResponse) == response
+
+    model = types.SimpleNamespace(served_model_name="crossing")
+    client = types.SimpleNamespace(vllm_config=types.SimpleNamespace(model_config=model))
+    applied: list[bytes] = []
+    apply = metrics.wrap_apply_ready_response(lambda self, payload: applied.append(payload))
+    for _ in range(2):  # an engine that comes back overwrites
+        apply(client, payload)
+    apply(client, b"")
+    assert applied == [payload, payload, b""]
+    labels = {"model_name": "crossing", "engine": str(response.data_parallel_rank)}
+    for rank, blocks in ((0, 100), (1, 200)):
+        here = labels | {"rank": str(rank)}
+        assert REGISTRY.get_sample_value("extensible_kv:capacity_blocks", here) == blocks
+        assert REGISTRY.get_sample_value("extensible_kv:physical_bytes", here) == blocks + 4
+        assert REGISTRY.get_sample_value("extensible_kv:commit_seconds", here) == 0.5
+        row = here | {"part": "widest step", "source": "measured"}
+        assert REGISTRY.get_sample_value("extensible_kv:memory_bytes", row) == 100 * MIB
+
+
+def test_ready_message_without_the_cache_is_vllms_own() -> None:
+    from vllm_integration import metrics
+
+    response = ready_response()
+    assert metrics.wrap_make_ready_response(lambda self: response)(types.SimpleNamespace()) is response
+
+
+@pytest.mark.parametrize("path", ["", 3, True])
+def test_option_report_that_is_no_path_is_refused(path: Any) -> None:
+    from vllm_integration.config import Options
+
+    with pytest.raises(ValueError, match="report must be a path"):
+        Options(report=path)
