@@ -6,11 +6,12 @@ import os
 class Budget:
     """Adds methods to every worker."""
 
-    def set_host_budget(self, num_bytes: int) -> None:
-        """Limit what the host driver may hold in this worker's process; 0: no limit."""
+    def set_host_budget(self, num_bytes: int, rank: int | None = None) -> None:
+        """Limit what the host driver may hold, on one rank or on all; 0: no limit."""
         from allocator.shim import lib
 
-        lib.ekv_host_configure(0, num_bytes)
+        if rank is None or rank == self.rank:  # type: ignore[attr-defined]
+            lib.ekv_host_configure(0, num_bytes)
 
     def memfd_bytes(self) -> int:
         """Return what the files hold that back the host driver's chunks, as the kernel counts it."""

@@ -83,10 +83,12 @@ def host_memory(llm: Any, bytes: int) -> None:
 
 
 def _state(llm: Any) -> dict[str, Any]:
-    (snapshot,) = llm.collective_rpc("ekv_snapshot")
+    ranks = llm.collective_rpc("ekv_snapshot")
+    snapshot = ranks[0]
     return {
         "sleeping": bool(llm.llm_engine.is_sleeping()),
         "physical_bytes": snapshot["physical_bytes"],
+        "physical_bytes_of_ranks": [rank["physical_bytes"] for rank in ranks],
         "committed_blocks": snapshot["committed_blocks"],
         "bases": [reservation["base"] for reservation in snapshot["reservations"]],
         "memfd_bytes": Budget().memfd_bytes(),

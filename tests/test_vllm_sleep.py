@@ -1,10 +1,11 @@
-"""An engine in one process asleep: memory, addresses, output, prefix-cache hits, and failures at wake-up."""
+"""Engines asleep: memory, addresses, output, prefix-cache hits, failures at wake-up; one rank and two."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from test_vllm_plugin import ENV, PROMPTS, SMALL
+from test_vllm_plugin import ENV, OTHER_PROCESS, PROMPTS, SINGLES, SMALL
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(280)]
 
@@ -161,3 +162,29 @@ def test_log_tells_of_memory_and_content(engine: dict[str, Any]) -> None:
     assert "Extensible KV cache: rank 0 gave back" in engine["log"]
     assert "kept in host memory" in engine["log"]
     assert "sleep mode is not supported on CPU" not in engine["log"]
+
+
+def test_two_ranks_wake_together_or_not_at_all(run_engine: Run) -> None:
+    """Rank 1 lacks memory at first: rank 0 gives back what it took, and both wake the next time."""
+    lack = {"do": "rpc", "method": "set_host_budget", "args": [16 << 20, 1]}
+    plenty = {"do": "rpc", "method": "set_host_budget", "args": [0]}
+    steps = [*SINGLES, SLEEP, lack, WAKE, WAKE | {"tags": ["kv_cache"]}, plenty, WAKE, *SINGLES]
+    llm = SIZED | {
+        "kv_cache_memory_bytes": 64 << 20,
+        "tensor_parallel_size": 2,
+        "worker_extension_cls": "sleep_extension.Budget",
+        "additional_config": {"extensible_kv_cache": True},
+    }
+    env = OTHER_PROCESS | {"VLLM_CPU_OMP_THREADS_BIND": "0|0", "PYTHONPATH": str(Path(__file__).parent)}
+    answer = run_engine(llm, [dict(step) for step in steps], env)
+    assert answer["error"] is None, answer["log"][-6000:]
+    asleep, _, failed, failed_again, _, awake = answer["results"][2:8]
+    for state in (asleep, failed, failed_again):
+        assert state["sleeping"]
+        assert state["physical_bytes_of_ranks"] == [0, 0]
+    for state in (failed, failed_again):
+        assert "rank 1 could not take its KV cache's memory again" in state["error"]["text"]
+    assert awake["error"] is None
+    assert not awake["sleeping"]
+    assert min(awake["physical_bytes_of_ranks"]) >= 60 << 20
+    assert answer["results"][8:] == answer["results"][:2]
