@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from allocator.errors import PoolValueError
 from allocator.pool import PoolController
 
-__all__ = ["Rows", "committed_rows", "tensor_over"]
+__all__ = ["Rows", "committed_rows", "tensor_over", "view_committed"]
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -68,6 +69,35 @@ def committed_rows(pool: PoolController) -> list[Rows]:
             cut = tensor_over(address + num_whole * stride, size, pool.device, torch.uint8).view(1, -1)
         found.append(Rows(whole, cut, stride, address))
     return found
+
+
+def view_committed(pool: PoolController, view: torch.Tensor, block_dim: int = 0) -> torch.Tensor:
+    """See `PoolController.view_committed`."""
+    num_blocks, capacity = pool.committed_blocks, pool.capacity_blocks
+    if view.device != pool.device or not num_blocks:
+        raise PoolValueError(f"a view on {view.device}, of a pool on {pool.device} with {num_blocks} blocks")
+    if not -view.dim() <= block_dim < view.dim():
+        raise PoolValueError(f"block dimension {block_dim} of a view with {view.dim()} dimensions")
+    block_dim %= view.dim()
+    pieces, rest = divmod(view.shape[block_dim], capacity)
+    if rest or not pieces:
+        raise PoolValueError(f"{view.shape[block_dim]} pieces do not divide into {capacity} blocks")
+    shape = list(view.shape)
+    shape[block_dim] = num_blocks * pieces
+    first = view.data_ptr()
+    last = first + view.itemsize * (1 + sum((n - 1) * s for n, s in zip(shape, view.stride(), strict=True)))
+    for rows in committed_rows(pool):
+        size = rows.whole.nbytes + rows.cut_bytes
+        if not rows.address <= first < rows.address + size:
+            continue
+        if last > rows.address + size or (first - rows.address) % view.itemsize:
+            break
+        storage = tensor_over(rows.address, size, pool.device, torch.uint8).untyped_storage()
+        narrowed = torch.empty(0, dtype=view.dtype, device=view.device)
+        return narrowed.set_(storage, (first - rows.address) // view.itemsize, shape, view.stride())
+    raise PoolValueError(
+        f"a view of the bytes 0x{first:x} to 0x{last:x} is not in one segment's {num_blocks} committed blocks"
+    )
 
 
 def tensor_over(address: int, num_bytes: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -305,6 +305,34 @@ class PoolController:
                         regions.append((address, size))
         return sorted(regions)
 
+    def view_committed(self, view: torch.Tensor, block_dim: int = 0) -> torch.Tensor:
+        """Return `view` narrowed to the committed blocks, over a storage that is committed memory only.
+
+        For code that hands memory on (to a network card, to another process) by storage as well as by view.
+
+        Parameters
+        ----------
+        view : torch.Tensor
+            A view of this pool whose blocks lie in one segment, with room for the pool's capacity.
+        block_dim : int
+            The dimension that counts blocks, or pieces of blocks of which a whole number make one.
+
+        Returns
+        -------
+        torch.Tensor
+            Same address, strides and dtype. Its storage is the committed part of the segment, which it shares
+            with the other layers of a packed row. It owns nothing: `view`'s memory must outlive it, and a
+            shrink or a release takes the memory away.
+
+        Raises
+        ------
+        PoolValueError
+            Nothing is committed, the view is outside the pool or crosses segments, or its size does not fit.
+        """
+        from allocator.committed_rows import view_committed
+
+        return view_committed(self, view, block_dim)
+
     def snapshot(self) -> dict[str, Any]:
         """Return a JSON-able description: sizes, segments and chunks. `extensible-kv map` draws it."""
         with self._lock:
