@@ -117,8 +117,38 @@ ALLOCATION = tuple(
 CONFIGS = ("vllm_config", "kv_cache_specs", "available_memory")
 PLANNING, UTILS = "vllm.v1.core.kv_cache_planning", "vllm.v1.core.kv_cache_utils"
 
+WIDEST_STEP = (
+    Target("vllm.sampling_params", "SamplingParams.for_sampler_warmup", (), "the V2 sampler at its widest"),
+    Target(
+        "vllm.v1.worker.gpu.warmup",
+        "warmup_kernels",
+        ("model_runner", "worker_execute_model", "worker_sample_tokens"),
+        "verifies drafts of every request on the V2 runner",
+    ),
+    Target(
+        "vllm.v1.spec_decode.metadata",
+        "SpecDecodeMetadata.make_dummy",
+        ("draft_token_ids", "device"),
+        "all drafts of every request on the V1 runner",
+    ),
+    Target(
+        "vllm.v1.sample.rejection_sampler",
+        "RejectionSampler.forward",
+        ("metadata", "draft_probs", "logits", "sampling_metadata"),
+        "is given wider arguments while the widest step runs",
+    ),
+    Target(
+        "vllm.v1.sample.sampler",
+        "Sampler.forward",
+        ("logits", "sampling_metadata"),
+        "is given wider metadata while the widest step runs",
+    ),
+    Target("vllm.multimodal.encoder_budget", "MultiModalBudget.get_encoder_budget", (), "what is to be held"),
+)
+
 RELIED_ON = (
     *FLAG_CLASSES,
+    *WIDEST_STEP,
     *SLEEP_RELIED_ON,
     Target(CORE, "update_kv_cache_capacity", None, "called again with the final size"),
     Target(UTILS, "get_kv_cache_configs", CONFIGS, "", releases=("0.29", "0.30", "0.31", "0.32")),

@@ -14,6 +14,7 @@ from typing import Any
 from vllm_integration import allocation, fallback, measure, own_context, worker_checks
 from vllm_integration.config import Options
 from vllm_integration.prefix import warmup_blocks
+from vllm_integration.widest_step import clamped
 from vllm_integration.worker_sleep import SleepingWorker
 from vllm_integration.worker_state import WorkerCache
 
@@ -93,13 +94,8 @@ class ExtensibleWorker(SleepingWorker):
         if cache is None or cache.pool is None:
             return super().compile_or_warm_up_model()
         plan = self.model_runner.kv_cache_config
-        capacity = plan.num_blocks
-        plan.num_blocks = cache.pool.committed_blocks
-        try:
-            with cache.stage("warm-up"):
-                return super().compile_or_warm_up_model()
-        finally:
-            plan.num_blocks = capacity
+        with clamped(plan, cache.pool.committed_blocks), cache.stage("warm-up"):
+            return super().compile_or_warm_up_model()
 
     def shutdown(self: Any) -> None:
         """Shut down as vLLM does, then give the memory and the addresses back."""
