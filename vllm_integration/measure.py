@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["free_bytes", "own_bytes", "quiet_random", "settle", "without_graph_estimation"]
+__all__ = ["free_bytes", "model_bytes", "own_bytes", "quiet_random", "settle", "without_graph_estimation"]
 
 
 @contextmanager
@@ -51,6 +51,17 @@ def own_bytes(device: Any) -> int:
     with open("/proc/self/status", encoding="ascii") as status:
         sizes = dict(line.split(":", 1) for line in status)
     return sum(int(sizes[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))
+
+
+def model_bytes(worker: Any) -> int:
+    """Return the bytes of weights and buffers, each storage once: what the cache can never have."""
+    model = worker.model_runner.get_model()
+    storages = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == worker.device.type:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 def settle(device: Any) -> None:

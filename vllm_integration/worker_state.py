@@ -65,7 +65,7 @@ class WorkerCache:
         stock = self.stock_bytes or 0
         wanted = stock
         if not self.explicit:
-            wanted = max(stock, self.requested_bytes - _model_bytes(worker) - self.set_aside_bytes)
+            wanted = max(stock, self.requested_bytes - measure.model_bytes(worker) - self.set_aside_bytes)
         reservable = reservable_bytes(worker.device, wanted, max(1, stock)) if wanted > 0 else wanted
         reason = None
         if wanted > 0 and not reservable:
@@ -154,7 +154,7 @@ class WorkerCache:
             "widest_step_bytes": warm_free - free,
             "stock_bytes": self.stock_bytes,
             "stock_peak_activation_bytes": self.peak_activation_bytes,
-            "weights_bytes": _model_bytes(worker),
+            "weights_bytes": measure.model_bytes(worker),
         }
         return self.measured
 
@@ -250,14 +250,3 @@ def _budget(worker: Any) -> tuple[int, int]:
         return int(worker.requested_cpu_memory), measure.free_bytes(worker.device)
     # vLLM's snapshot comes after the context, which is part of what the process holds all the same.
     return int(worker.requested_memory), int(worker.init_snapshot.free_memory) + worker._ekv_context_bytes
-
-
-def _model_bytes(worker: Any) -> int:
-    """Return the bytes of weights and buffers, each storage once: what the cache can never have."""
-    model = worker.model_runner.get_model()
-    storages = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type == worker.device.type:
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
