@@ -207,6 +207,9 @@ def _plan(
 
 def _host_memory(slab_bytes: list[int], *, pinned: bool) -> list[torch.Tensor]:
     wanted, available = sum(slab_bytes), _available_host_bytes()
+    if pinned and available is not None:  # what an earlier backup left in PyTorch's cache is taken again
+        stats = torch.cuda.host_memory_stats()
+        available += stats.get("allocated_bytes.current", 0) - stats.get("active_bytes.current", 0)
     if available is not None and wanted > available:
         raise errors.PoolOutOfMemoryError(
             f"host: a backup of {wanted} bytes, and {available} bytes of host memory are available"
