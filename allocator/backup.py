@@ -140,9 +140,10 @@ class Backup:
         rows = committed_rows(pool)
         if [segment.place for segment in rows] != self._places:
             raise PoolValueError("the pool has other segments than the one that was saved")
+        ids = torch.tensor(self.blocks, dtype=torch.int64)
         if self._device.type != "cuda":
             for piece in self._pieces:
-                tensor, index = self._rows_of(rows, piece)
+                tensor, index = self._rows_of(rows, piece, ids)
                 _gather_or_scatter(tensor, index, self._host_of(piece, tensor), to_host)
             return
         current = torch.cuda.current_stream(self._device)
@@ -152,8 +153,9 @@ class Backup:
             largest = max((piece.num_bytes for piece in self._pieces), default=0)
             staging = torch.empty(largest, dtype=torch.uint8, device=self._device)
             self._stream = stream
+            ids = ids.to(self._device)
             for piece in self._pieces:
-                tensor, index = self._rows_of(rows, piece)
+                tensor, index = self._rows_of(rows, piece, ids)
                 host = self._host_of(piece, tensor)
                 stage = staging[: piece.num_bytes].view(tensor.dtype).view(host.shape)
                 if not to_host:
@@ -163,12 +165,13 @@ class Backup:
                     host.copy_(stage, non_blocking=True)
         current.wait_stream(stream)
 
-    def _rows_of(self, rows: list[Rows], piece: _Piece) -> tuple[torch.Tensor, torch.Tensor]:
-        segment = rows[piece.segment]
-        blocks = self.blocks[piece.first : piece.last]
-        if segment.cut is not None and blocks[0] >= segment.num_whole:
-            return segment.cut, torch.zeros(1, dtype=torch.int64, device=self._device)
-        return segment.whole, torch.tensor(blocks, dtype=torch.int64).to(self._device, non_blocking=True)
+    def _rows_of(
+        self, rows: list[Rows], piece: _Piece, ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        segment, index = rows[piece.segment], ids[piece.first : piece.last]
+        if segment.cut is not None and self.blocks[piece.first] >= segment.num_whole:
+            return segment.cut, torch.zeros_like(index)
+        return segment.whole, index
 
     def _host_of(self, piece: _Piece, tensor: torch.Tensor) -> torch.Tensor:
         slab = self._slabs[piece.slab][piece.offset : piece.offset + piece.num_bytes]

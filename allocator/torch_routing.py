@@ -180,12 +180,13 @@ def _reserve_on_gpu(
 @contextmanager
 def _without_filling() -> Iterator[None]:
     """Keep `torch.use_deterministic_algorithms` from filling new tensors: these have no memory yet."""
-    before = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    settings: Any = torch.utils.deterministic  # a module whose one attribute is a property
+    before = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = before
+        settings.fill_uninitialized_memory = before
 
 
 def _mempool(device: torch.device, shareable: bool) -> Any:
