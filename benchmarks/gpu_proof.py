@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Everything that only a GPU can prove, in one run: `make gpu-test`.
 
-    python benchmarks/gpu_proof.py [--parts pool-tests,pool,sanitizer,identity,startup] [--output DIR]
+    python benchmarks/gpu_proof.py [--parts pool-tests,pool,sanitizer,identity,startup,sleep] [--output DIR]
 
 Each part writes `DIR/<part>.json` (the schema of `allocator.results`) and prints a table; the exit
 status is 1 when a record failed.  Engines run one at a time, each in a process of its own, and NVML
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from engines import ROOT, UTILIZATION, budget_left, model_path, run_engine, story, used_note
+from sleep_proof import sleep_records
 
 from allocator import results
 
@@ -158,6 +159,11 @@ def startup(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     )
 
 
+def sleep(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Levels 1 and 2 beside vLLM's cumem, with graphs, and alone; prefix hits over a nap."""
+    yield from sleep_records(base(args), args.output / "engines.log", PROMPTS)
+
+
 def compare(name: str, stock: dict[str, Any], flag: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The records of one configuration: starts, same output, within the budget, what the log says."""
     for kind, run in (("stock", stock), ("flag", flag)):
@@ -210,6 +216,7 @@ PARTS = {
     "sanitizer": sanitizer,
     "identity": identity,
     "startup": startup,
+    "sleep": sleep,
 }
 
 if __name__ == "__main__":

@@ -83,14 +83,20 @@ def host_memory(llm: Any, bytes: int) -> None:
 
 
 def _state(llm: Any) -> dict[str, Any]:
+    import torch
+
+    state: dict[str, Any] = {"sleeping": bool(llm.llm_engine.is_sleeping())}
+    if torch.cuda.is_available():
+        state["device_free_bytes"] = torch.cuda.mem_get_info()[0]
+    if not llm.llm_engine.vllm_config.additional_config:
+        return state  # vLLM as it is
     ranks = llm.collective_rpc("ekv_snapshot")
-    snapshot = ranks[0]
     return {
-        "sleeping": bool(llm.llm_engine.is_sleeping()),
-        "physical_bytes": snapshot["physical_bytes"],
+        **state,
+        "physical_bytes": ranks[0]["physical_bytes"],
         "physical_bytes_of_ranks": [rank["physical_bytes"] for rank in ranks],
-        "committed_blocks": snapshot["committed_blocks"],
-        "bases": [reservation["base"] for reservation in snapshot["reservations"]],
+        "committed_blocks": ranks[0]["committed_blocks"],
+        "bases": [reservation["base"] for reservation in ranks[0]["reservations"]],
         "memfd_bytes": Budget().memfd_bytes(),
     }
 

@@ -1,0 +1,90 @@
+"""Engines asleep on a GPU, for `gpu_proof.py --parts sleep`: with the flag, without it, with content kept."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from engines import GIB, run_engine
+
+from allocator import results
+
+OPTION = {"extensible_kv_cache": {"sleep_backup": "cpu"}}
+# While asleep the flag may hold this much more than vLLM: the driver's own bookkeeping of addresses.
+ALLOWED_GIB = 0.25
+
+
+def sleep_records(base: dict[str, Any], log: Path, prompts: list[list[int]]) -> Iterator[dict[str, Any]]:
+    """Run four engines one after another; every record has a limit that must hold."""
+    generate = {"do": "generate", "prompts": prompts, "max_tokens": 64}
+    nap, wake = {"do": "sleep", "level": 1}, {"do": "wake_up"}
+    reload = [
+        {"do": "sleep", "level": 2},
+        {"do": "wake_up", "tags": ["weights"]},
+        {"do": "rpc", "method": "reload_weights"},
+        {"do": "wake_up", "tags": ["kv_cache"]},
+    ]
+    steps = [generate, nap, wake, generate, *reload, generate]
+    both = {**base, "enable_sleep_mode": True, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+    runs = {
+        "stock": run_engine(both, _copies(steps), {}, False, log),
+        "flag": run_engine(both, _copies(steps), {}, True, log),
+        # Without vLLM's sleep mode the weights stay, so that level 2 needs no other ones.
+        "alone": run_engine({**both, "enable_sleep_mode": False}, _copies(steps[:4]), {}, True, log),
+    }
+    for name, run in runs.items():
+        yield _true(f"sleep_{name}_starts", not run["error"], str(run["error"] or "")[:500])
+    if any(run["error"] for run in runs.values()):
+        return
+    for name, run in runs.items():
+        outputs = [answer for answer in run["results"] if isinstance(answer, list) and _is_output(answer)]
+        same = all(output == outputs[0] for output in outputs[1:])
+        yield _true(f"sleep_{name}_output_identical_after_each_nap", same and len(outputs) > 1)
+    yield _true("sleep_flag_output_as_stock", runs["flag"]["results"][0] == runs["stock"]["results"][0])
+    yield from _memory(runs)
+    yield from _hits(base, log, prompts)
+
+
+def _memory(runs: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for number, level in ((1, 1), (4, 2)):
+        flag, stock = (runs[name]["results"][number] for name in ("flag", "stock"))
+        yield _true(f"sleep_level_{level}_pool_holds_nothing", flag["physical_bytes"] == 0)
+        yield results.record(
+            f"sleep_level_{level}_free_less_than_stock_gib",
+            (stock["device_free_bytes"] - flag["device_free_bytes"]) / GIB,
+            "GiB",
+            limit=ALLOWED_GIB,
+            note=f"free while asleep: {flag['device_free_bytes'] / GIB:.2f} GiB",
+        )
+    asleep, awake = runs["flag"]["results"][1:3]
+    gained = (asleep["device_free_bytes"] - awake["device_free_bytes"]) / GIB
+    held = awake["physical_bytes"] / GIB
+    yield results.record(
+        "sleep_level_1_device_gains_gib", gained, "GiB", limit=held, better="higher", note="pool and weights"
+    )
+
+
+def _hits(base: dict[str, Any], log: Path, prompts: list[list[int]]) -> Iterator[dict[str, Any]]:
+    cached = {"do": "cached", "prompts": prompts}
+    steps = [cached, cached, {"do": "sleep", "level": 1}, {"do": "wake_up"}, cached]
+    llm = {**base, "enable_prefix_caching": True, "enable_sleep_mode": True, "additional_config": OPTION}
+    run = run_engine(llm, _copies(steps), {}, False, log)
+    yield _true("sleep_backup_starts", not run["error"], str(run["error"] or "")[:500])
+    if run["error"]:
+        return
+    _, before, asleep, _, after = run["results"]
+    hits = sum(output["cached_tokens"] for output in after)
+    yield results.record("sleep_backup_cached_tokens_after", hits, "tokens", limit=1, better="higher")
+    yield _true("sleep_backup_output_and_hits_identical", before == after)
+    yield _true("sleep_backup_pool_holds_nothing", asleep["physical_bytes"] == 0)
+
+
+def _is_output(answer: list[Any]) -> bool:
+    return bool(answer) and isinstance(answer[0], dict) and "tokens" in answer[0]
+
+
+def _copies(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [dict(step) for step in steps]
+
+
+def _true(name: str, value: bool, note: str = "") -> dict[str, Any]:
+    return results.record(name, value, "", limit=True, better="equal", note=note)
