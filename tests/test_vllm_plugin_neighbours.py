@@ -1,4 +1,8 @@
-"""Another user of the same memory comes and goes at every stage of a start (cases 8 and 29)."""
+"""Another user of the same memory comes and goes at every stage of a start (cases 8 and 29).
+
+It is in the engine's own process, so what it keeps from warm-up on stands for graphs too, and what it gives
+back there for a transient of capture (cases 1 and 3).
+"""
 
 import json
 from collections.abc import Callable
@@ -48,7 +52,11 @@ def test_neighbour_at_every_stage_leaves_cache_what_is_free(
     _, figures, snapshots = answer["results"]
     assert figures["num_gpu_blocks"] == mib * MIB // BLOCK_BYTES
     check_engine_is_consistent(figures, snapshots)
-    assert ("going on with 96 blocks" in answer["log"]) == (mib == 48)
+    warnings = [line for line in answer["log"].splitlines() if "could not back" in line]
+    assert len(warnings) == (mib == 48)
+    for warning in warnings:
+        assert "rank 0 could not back 128 blocks of the KV cache: host: " in warning
+        assert "going on with 96 blocks" in warning
 
 
 def test_neighbour_that_leaves_nothing_for_warm_up_is_named(run_engine: Run) -> None:

@@ -111,26 +111,6 @@ def test_too_little_for_one_request_names_both_numbers(run_engine: Run) -> None:
     assert "16 fit: of " in error["text"]
 
 
-def test_commit_that_comes_up_short_goes_on_with_what_fits(run_engine: Run) -> None:
-    """Case 29: a neighbour takes memory between the measurement and the commit."""
-    answer = start(
-        run_engine,
-        NO_MARGIN,
-        GENERATE,
-        FIGURES,
-        SNAPSHOT,
-        env=budget(64),
-        neighbour={"after": "measure", "bytes": 24 * MIB},
-    )
-    assert answer["error"] is None
-    figures, snapshots = answer["results"][1:]
-    assert figures["num_gpu_blocks"] == 40 * MIB // BLOCK_BYTES
-    check_engine_is_consistent(figures, snapshots)
-    (warning,) = [line for line in answer["log"].splitlines() if "could not back" in line]
-    assert "rank 0 could not back 128 blocks" in warning
-    assert "going on with 80 blocks" in warning
-
-
 def test_commit_that_comes_up_too_short_names_rank_call_and_code(run_engine: Run) -> None:
     """Case 19: what is left does not serve one request; no rank keeps more than its prefix."""
     options = {"extensible_kv_cache": {"margin_bytes": 0, "warmup_blocks": 2}}
@@ -145,21 +125,6 @@ def test_commit_that_comes_up_too_short_names_rank_call_and_code(run_engine: Run
     assert error["type"] == "SizingError"
     assert "rank 0 could not back 128 blocks of the KV cache: host: " in error["text"]
     assert "4 blocks would fit now, and one request of max_model_len 512 needs 5" in error["text"]
-
-
-def test_neighbour_that_takes_memory_before_the_measurement_makes_the_cache_smaller(run_engine: Run) -> None:
-    answer = start(
-        run_engine,
-        NO_MARGIN,
-        GENERATE,
-        FIGURES,
-        SNAPSHOT,
-        env=budget(64),
-        neighbour={"after": "prefix", "bytes": 32 * MIB},
-    )
-    assert answer["error"] is None
-    assert answer["results"][1]["num_gpu_blocks"] == 64
-    assert "could not back" not in answer["log"]
 
 
 def test_connector_makes_the_plugin_stand_aside_with_one_warning(run_engine: Run) -> None:
