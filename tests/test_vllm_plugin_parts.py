@@ -1,5 +1,6 @@
 """The plugin's parts without an engine: reasons to stand aside, the prefix, the final size of ranks."""
 
+import gc
 import math
 import types
 from collections.abc import Callable, Iterator
@@ -207,20 +208,25 @@ class Ranks:
 
 @pytest.fixture
 def ranks(vllm_config: Any) -> Iterator[Callable[..., Ranks]]:
+    from allocator import probe
     from allocator.shim import check, lib
 
-    made = []
+    granularity = probe("cpu").granularity
+    gc.collect()
+    made: list[Ranks] = []
 
     def make(measured_blocks: list[int], budget_bytes: int = 1 << 40) -> Ranks:
         made.append(Ranks(vllm_config, measured_blocks, budget_bytes))
         return made[-1]
 
     yield make
-    for one in made:
-        for pool, _ in one.pools:
+    while made:
+        one = made.pop()
+        for pool in [pool for pool, _ in one.pools]:
             pool.free()
-    made.clear()
-    check(lib.ekv_host_configure(0, 0))
+        one.pools.clear()
+    gc.collect()  # the caches' addresses go with their tensors
+    check(lib.ekv_host_configure(granularity, 0))
 
 
 def test_all_ranks_use_what_the_smallest_measured(ranks: Callable[..., Ranks]) -> None:

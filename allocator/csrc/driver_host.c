@@ -39,12 +39,16 @@ static int configure(uint64_t granularity, uint64_t budget_bytes)
 
 int ekv_host_configure(uint64_t granularity, uint64_t budget_bytes)
 {
+    uint64_t reserved;
     int status = ekv_enter();
     if (status)
         return status;
-    if (in_use && granularity && granularity != granule)
-        status = ekv_error(EKV_INVALID, "host: the granularity is %llu bytes since the first use, it cannot become %llu",
-                           (unsigned long long)granule, (unsigned long long)granularity);
+    reserved = ekv_reserved_bytes_locked(EKV_HOST, 0);
+    if (reserved && granularity && granularity != granule)
+        status = ekv_error(EKV_INVALID,
+                           "host: the granularity is %llu bytes and cannot become %llu while %llu bytes are reserved",
+                           (unsigned long long)granule, (unsigned long long)granularity,
+                           (unsigned long long)reserved);
     else
         status = configure(granularity, budget_bytes);
     ekv_leave();

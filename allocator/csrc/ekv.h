@@ -98,8 +98,8 @@ int ekv_import_chunks(uint64_t id, const ekv_chunk_info *chunks, const int *file
 /* Devices. */
 int ekv_memory_info(int driver, int device, uint64_t *free_bytes, uint64_t *total_bytes);
 int ekv_probe(int driver, int device, ekv_probe_info *info, char *reason, size_t reason_bytes);
-/* The host driver only, before its first use: 0 keeps the default.  The environment's EKV_HOST_GRANULARITY and
- * EKV_HOST_BUDGET (bytes) do the same. */
+/* The host driver only: the granularity while nothing is reserved (0 keeps it), the budget at any time (0: what the
+ * machine has).  At the first use the environment's EKV_HOST_GRANULARITY and EKV_HOST_BUDGET (bytes) do the same. */
 int ekv_host_configure(uint64_t granularity, uint64_t budget_bytes);
 
 /* Routing.  Between begin and end the calling thread's next ekv_malloc on that device makes a reservation; end says

@@ -123,14 +123,21 @@ size_t ekv_num_reservations(void)
     return count;
 }
 
-uint64_t ekv_reserved_bytes(int driver, int device)
+uint64_t ekv_reserved_bytes_locked(int driver, int device)
 {
     uint64_t bytes = 0;
-    if (ekv_enter())
-        return 0;
     for (reservation *r = reservations; r; r = r->next)
         if (r->device->driver->kind == driver && r->device->ordinal == device)
             bytes += r->size;
+    return bytes;
+}
+
+uint64_t ekv_reserved_bytes(int driver, int device)
+{
+    uint64_t bytes;
+    if (ekv_enter())
+        return 0;
+    bytes = ekv_reserved_bytes_locked(driver, device);
     ekv_leave();
     return bytes;
 }

@@ -80,6 +80,7 @@ int ekv_reserve_locked(ekv_device *device, uint64_t size, uint64_t max_chunk, in
  * stream is being captured, is finished at a later call. */
 int ekv_unreserve_at_locked(uint64_t base, void *stream);
 void ekv_retry_locked(void);
+uint64_t ekv_reserved_bytes_locked(int driver, int device);
 int ekv_pick_handle_kind(ekv_device *device, int *kind, uint64_t *granularity, char *reason, size_t reason_bytes);
 
 #endif
