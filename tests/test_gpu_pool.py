@@ -4,7 +4,7 @@ import pytest
 import torch
 from pools import MIB, assert_filled, fill, make_pool, run_python
 
-from allocator import DriverError, PoolValueError, extensible_kv_pool, memory_info
+from allocator import DriverError, PoolValueError, extensible_kv_pool, memory_info, probe
 
 pytestmark = pytest.mark.gpu
 
@@ -170,7 +170,8 @@ def test_shareable_pool_works():
     pool.commit(64)
     fill(view, 0, 64)
     assert_filled(view, 0, 64)
-    print(pool.snapshot()["reservations"])
+    [reservation] = pool.snapshot()["reservations"]
+    assert reservation["handle_kind"] == probe("cuda").handle_kind != "none"
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
