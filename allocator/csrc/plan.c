@@ -2,7 +2,6 @@
 #include "reservation.h"
 
 static uint64_t round_down(uint64_t value, uint64_t unit) { return value / unit * unit; }
-static uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
 /* Adds [begin, end) in pieces of at most max_chunk bytes (0: one piece). */
 static int add_gap(chunk_list *missing, uint64_t begin, uint64_t end, uint64_t max_chunk)

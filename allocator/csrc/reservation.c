@@ -8,8 +8,6 @@
 reservation *reservations;
 static uint64_t last_id;
 
-static uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
-
 reservation *reservation_find(uint64_t id)
 {
     for (reservation *r = reservations; r; r = r->next)

@@ -33,6 +33,8 @@ typedef struct reservation {
     chunk_list orphans; /* unmapped handles that the driver refused to take back; counted, tried again */
 } reservation;
 
+static inline uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
+
 /* Where blocks [0, num_blocks) of a segment end in the reservation. */
 static inline uint64_t segment_end(const ekv_segment *segment, uint64_t num_blocks)
 {
