@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Everything that only a GPU can prove, in one run: `make gpu-test`.
 
-    python benchmarks/gpu_proof.py [--parts pool-tests,pool,sanitizer,identity,startup,sleep] [--output DIR]
+    python benchmarks/gpu_proof.py [--parts pool-tests,identity,...] [--output DIR]
 
 Each part writes `DIR/<part>.json` (the schema of `allocator.results`) and prints a table; the exit
 status is 1 when a record failed.  Engines run one at a time, each in a process of its own, and NVML
@@ -38,6 +38,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=28, help="of the model, which has Qwen3-0.6B's shape")
     parser.add_argument("--configurations", help="of the part identity: V2_LBHNC,V1_LHBNC,...; default all")
     parser.add_argument("--repeats", type=int, default=3, help="starts of each kind in the part startup")
+    parser.add_argument("--warm-starts", type=int, default=1, help="starts of each kind before those")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     failed = []
@@ -112,13 +113,12 @@ def identity(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield from compare(name, stock, flag)
 
 
-def startup(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Full-width load against the budget, then alternating starts with warm compile caches."""
-    load = {"do": "load", "num_prompts": 600, "prompt_tokens": 2000, "max_tokens": 32, "seconds": 20}
-    steps = [{"do": "generate", "prompts": PROMPTS, "max_tokens": 64}, load, {"do": "figures"}]
-    llm = base(args)
-    flag, stock = (run_engine(llm, steps, {}, on, args.output / "engines.log") for on in (True, False))
-    yield from compare("startup", stock, flag)
+def load(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Full-width load against the budget, with the flag and without."""
+    work = {"do": "load", "num_prompts": 600, "prompt_tokens": 2000, "max_tokens": 32, "seconds": 20}
+    steps = [{"do": "generate", "prompts": PROMPTS, "max_tokens": 64}, work, {"do": "figures"}]
+    flag, stock = (run_engine(base(args), steps, {}, on, args.output / "engines.log") for on in (True, False))
+    yield from compare("load", stock, flag)
     if flag["error"] or stock["error"]:
         return
     left, stock_left = budget_left(flag), budget_left(stock)
@@ -138,14 +138,28 @@ def startup(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield results.record(
             f"load_seconds_{name}", run["results"][1]["seconds"], "s", note=str(run["results"][1])
         )
+
+
+def startup(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Alternating starts; those before `--repeats` only warm the compile caches."""
     seconds: dict[bool, list[float]] = {True: [], False: []}
     starts: dict[bool, list[float]] = {True: [], False: []}
-    for _ in range(args.repeats):
+    stages = ""
+    for number in range(args.warm_starts + args.repeats):
         for on in (True, False):
-            run = run_engine(llm, [{"do": "figures"}], {}, on, args.output / "engines.log")
-            seconds[on].append(run["seconds"]["initialize_kv_caches"])
-            starts[on].append(run["seconds"]["start"])
-    yield results.from_samples("engine_init_flag_s", seconds[True], "s")
+            steps = [{"do": "rpc", "method": "ekv_report"}] if on else []
+            run = run_engine(base(args), steps, {}, on, args.output / "engines.log")
+            if run["error"]:
+                yield from compare("startup", run, run)
+                return
+            if on:
+                parts = run["results"][0][0]["snapshot"]["stages"]
+                stages = ", ".join(f"{part['stage']} {part['seconds']:.3f} s" for part in parts)
+                print(stages, flush=True)
+            if number >= args.warm_starts:
+                seconds[on].append(run["seconds"]["initialize_kv_caches"])
+                starts[on].append(run["seconds"]["start"])
+    yield results.from_samples("engine_init_flag_s", seconds[True], "s", note=f"the last: {stages}")
     yield results.from_samples("engine_init_stock_s", seconds[False], "s")
     yield results.from_samples("whole_start_flag_s", starts[True], "s")
     yield results.from_samples("whole_start_stock_s", starts[False], "s")
@@ -215,6 +229,7 @@ PARTS = {
     "pool": pool,
     "sanitizer": sanitizer,
     "identity": identity,
+    "load": load,
     "startup": startup,
     "sleep": sleep,
 }
