@@ -162,16 +162,20 @@ def test_operations_after_free_are_refused(driver):
         check(lib.ekv_commit([freed], 1, 1, 0))
 
 
+@pytest.mark.parametrize("asleep", [False, True])
 @BOTH
 @in_child()
-def test_retired_memory_is_given_back_and_its_addresses_are_adopted(driver):
+def test_retired_memory_is_given_back_and_its_addresses_are_adopted(driver, asleep):
     from allocator.reservation import Reservation
-    from allocator.shim import ffi, lib
+    from allocator.shim import ffi, ids_argument, lib
 
     stub, pool = Stub(driver), rig(driver)
     assert pool.commit(6) == 0
     pool.write(range(6))
     base, old = pool.base, pool.reservation.id
+    if asleep:
+        ids, count = ids_argument([old])
+        assert lib.ekv_release_physical(ids, count) == 0
     assert lib.ekv_retire(old, 0) == 0
     assert stub.used_bytes(0) == 0
     assert lib.ekv_retire(old, 0) == lib.EKV_FREED
@@ -179,6 +183,7 @@ def test_retired_memory_is_given_back_and_its_addresses_are_adopted(driver):
     assert lib.ekv_adopt(base + GRANULE, 0, out) == lib.EKV_INVALID
     assert lib.ekv_adopt(base, 0, out) == 0
     pool.reservation = Reservation(out[0])
+    assert pool.reservation.info().released_blocks == 0
     assert lib.ekv_adopt(base, 0, out) == lib.EKV_INVALID
     pool.bind()
     pool.forget(0)

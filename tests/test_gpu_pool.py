@@ -122,18 +122,21 @@ pool, cache = make()
 with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
     del cache
 pool, cache = make()
-before = memory_info("cuda")[0]
-graph = torch.cuda.CUDAGraph()
-with torch.cuda.graph(graph):
-    x += 1
-    del cache
-graph.replay()
-torch.cuda.synchronize()
-pool, cache = make()          # the memory of the one before is given back by now
-assert memory_info("cuda")[0] >= before - (32 << 20), (memory_info("cuda")[0], before)
+free = []
+for _ in range(4):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x += 1
+        del cache
+    graph.replay()
+    pool, cache = make()      # the memory of the one before is given back by now
+    torch.cuda.synchronize()
+    free.append(memory_info("cuda")[0] / 2**20)
+# The first round may pay for what a process's first graph takes.
+assert min(free) > free[0] - 32, free
 """
     process = run_python(code)
-    assert process.returncode == 0, process.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 def test_addresses_of_a_dead_tensor_are_used_again_zeroed():

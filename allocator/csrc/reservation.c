@@ -197,6 +197,7 @@ int ekv_retire(uint64_t id, int defer)
     if (r) {
         r->state = RETIRED;
         r->committed_blocks = 0;
+        r->released_blocks = 0;
         r->released = false;
         free(r->segments);
         r->segments = NULL;
