@@ -1,19 +1,21 @@
 """Starts one engine after another without importing vLLM each time: `python benchmarks/engine_server.py`.
 
-A line of JSON on stdin names ``job``, ``answer`` and ``log`` (files; see tests/engine_runner.py) and ``env``;
-the engine runs in a fork of this process, which has vLLM imported but has never touched the device.  The
-answer on stdout is the exit status of the engine's process.
+A line of JSON on stdin names ``job``, ``answer`` and ``log`` (files; see tests/engine_runner.py), ``env``,
+and ``limit_s``, after which the engine is killed; it runs in a fork of this process, which has vLLM imported
+but has never touched the device.  The answer on stdout is the exit status of the engine's process.
 """
 
 import importlib
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import engine_runner
+import load_steps
 import torch
 
 PRELOAD = (
@@ -50,6 +52,8 @@ def run(request: dict) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(request["env"])
+    signal.alarm(request["limit_s"])
+    engine_runner.STEPS.update(load_steps.STEPS)
     sys.argv = ["engine_runner.py", request["job"], request["answer"]]
     engine_runner.main()
     sys.exit(0)

@@ -16,29 +16,35 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
 UTILIZATION = 0.9
+LIMIT_S = 300  # an engine that hangs is killed, so that the rest of a run is not lost with it
 FLAG = {"extensible_kv_cache": True}
 # Progress bars and the like; everything else of an engine's log is kept.
 NOISE = re.compile(r"Capturing CUDA graphs|Loading safetensors|it/s\]|^\s*$")
 
 
 def run_engine(
-    llm: dict[str, Any], steps: list[dict[str, Any]], env: dict[str, str], on: bool, log_file: Path
+    llm: dict[str, Any],
+    steps: list[dict[str, Any]],
+    env: dict[str, str],
+    on: bool,
+    log_file: Path,
+    devices: int = 1,
 ) -> dict[str, Any]:
-    """One engine in its own process; its answer, its log's lines, and what the device lost at the peak."""
+    """One engine in its own process; its answer, its log's lines, and what the devices lost at the peak."""
     job = {"llm": {**llm, "additional_config": FLAG} if on else llm, "steps": steps}
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "1", **env}
     with tempfile.TemporaryDirectory() as folder:
         files = {name: str(Path(folder) / name) for name in ("job", "answer", "log")}
         Path(files["job"]).write_text(json.dumps(job))
-        with sampled_use() as use:
-            status = ENGINES.run({**files, "env": environment})
+        with sampled_use(devices) as use:
+            status = ENGINES.run({**files, "env": environment, "limit_s": LIMIT_S})
         lines = Path(files["log"]).read_text(errors="replace").splitlines()
         if Path(files["answer"]).exists():
             answer = json.loads(Path(files["answer"]).read_text())
         else:
             answer = {"error": {"type": "exit", "text": str(status)}, "results": [], "seconds": {}}
     label = f"{'flag' if on else 'stock'} {env}"
-    print(label, answer["error"] or answer["seconds"], "peak", use, "exit", status, flush=True)
+    print(label, answer["error"] or answer["seconds"], "peak", use["peaks"], "exit", status, flush=True)
     kept = [line for line in lines if not NOISE.search(line)]
     with log_file.open("a") as log:
         log.write("\n".join([f"==== {label} {llm}", *kept, ""]))
@@ -83,18 +89,31 @@ ENGINES = Engines()
 
 
 @contextmanager
-def sampled_use() -> Iterator[dict[str, int]]:
-    """Sample the first device's free memory every 5 ms: what the block's processes take at their peak."""
+def sampled_use(devices: int = 1) -> Iterator[dict[str, Any]]:
+    """Sample the first devices' free memory every 5 ms: what the block's processes take at their peak.
+
+    ``peaks`` has the bytes of each device, ``peak_bytes`` the largest of them, and ``moments`` pairs of a
+    time and the bytes of each device, a tenth of a second apart: the largest use since the pair before.
+    """
     import pynvml
 
     pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-    free = lambda: int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)  # noqa: E731
-    before, use, stop = free(), {"peak_bytes": 0}, threading.Event()
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(devices)]
+    free = lambda: [int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for handle in handles]  # noqa: E731
+    before, stop = free(), threading.Event()
+    use: dict[str, Any] = {"peak_bytes": 0, "peaks": [0] * devices, "moments": []}
 
     def sample() -> None:
+        moments = use["moments"]
         while not stop.wait(0.005):
-            use["peak_bytes"] = max(use["peak_bytes"], before - free())
+            used = [then - now for then, now in zip(before, free(), strict=True)]
+            use["peaks"] = [max(pair) for pair in zip(use["peaks"], used, strict=True)]
+            use["peak_bytes"] = max(use["peaks"])
+            now = time.time()
+            if not moments or now - moments[-1][0] > 0.1:
+                moments.append([now, used])
+            else:
+                moments[-1][1] = [max(pair) for pair in zip(moments[-1][1], used, strict=True)]
 
     thread = threading.Thread(target=sample)
     thread.start()
@@ -125,13 +144,16 @@ def used_note(run: dict[str, Any]) -> str:
     )
 
 
-def model_path(layers: int) -> Path:
-    """Qwen3-0.6B's shape, cut to `--layers` layers, with random weights; made once a machine."""
-    path = Path(tempfile.gettempdir()) / f"ekv-qwen3-0.6b-{layers}"
+def model_path(layers: int, **sizes: int) -> Path:
+    """Qwen3-0.6B's shape with `layers` layers, other `sizes` in it, random weights; made once a machine."""
+    name = "-".join([str(layers), *(f"{key}{value}" for key, value in sorted(sizes.items()))])
+    path = Path(tempfile.gettempdir()) / f"ekv-qwen3-0.6b-{name}"
     if not (path / "model.safetensors").exists():
-        sizes = f"shape='qwen3-0.6b', layers={layers}"
+        keywords = {"shape": "qwen3-0.6b", "layers": layers, **sizes}
         code = (
-            f"from vllm_integration.tiny_model import make_tiny_model as make; make({str(path)!r}, {sizes})"
+            "import torch; from vllm_integration.tiny_model import make_tiny_model as make; "
+            "device = 'cuda' if torch.cuda.is_available() else 'cpu'; "
+            f"make({str(path)!r}, device=device, **{keywords})"
         )
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)  # no CUDA context in this process
     return path

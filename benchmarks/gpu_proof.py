@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from engines import ROOT, UTILIZATION, budget_left, model_path, run_engine, story, used_note
+from sizing_proof import sizing_records
 from sleep_proof import sleep_records
 
 from allocator import results
@@ -36,8 +37,9 @@ def main() -> int:
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--layers", type=int, default=28, help="of the model, which has Qwen3-0.6B's shape")
-    parser.add_argument("--configurations", help="of the part identity: V2_LBHNC,V1_LHBNC,...; default all")
+    parser.add_argument("--configurations", help="of the parts identity and sizing; default all")
     parser.add_argument("--repeats", type=int, default=3, help="starts of each kind in the part startup")
+    parser.add_argument("--load-seconds", type=float, default=60, help="of each load in the part sizing")
     parser.add_argument("--warm-starts", type=int, default=1, help="starts of each kind before those")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
@@ -178,6 +180,11 @@ def sleep(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     yield from sleep_records(base(args), args.output / "engines.log", PROMPTS)
 
 
+def sizing(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """At the edge of the device: where stock vLLM runs out of memory, and what each leaves of its budget."""
+    yield from sizing_records(args)
+
+
 def compare(name: str, stock: dict[str, Any], flag: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The records of one configuration: starts, same output, within the budget, what the log says."""
     for kind, run in (("stock", stock), ("flag", flag)):
@@ -232,6 +239,7 @@ PARTS = {
     "load": load,
     "startup": startup,
     "sleep": sleep,
+    "sizing": sizing,
 }
 
 if __name__ == "__main__":
