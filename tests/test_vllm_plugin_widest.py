@@ -146,3 +146,12 @@ def test_v2_sampler_rows_get_every_feature(with_prompt_len: bool) -> None:
     assert sorted(sampler.rows) == [0, 1, 2]
     assert all(p.top_p < 1 and p.repetition_penalty > 1 and p.logprobs for p in sampler.rows.values())
     assert sampler.applied == 1
+
+
+@pytest.mark.parametrize("kept, ran", [((5, 3), "ab"), ((3, 5), "aba"), ((4, 4), "aba")])
+def test_the_order_that_keeps_least_is_the_last_that_ran(kept, ran):
+    from vllm_integration.least_cache import leave_least
+
+    order, sizes = [], dict(zip("ab", kept, strict=True))
+    assert leave_least(("a", "b"), lambda way: order.append(way) or sizes[way]) == list(kept)
+    assert "".join(order) == ran

@@ -13,10 +13,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+from vllm_integration.least_cache import run_in_least_cache
 from vllm_integration.log import logger
 from vllm_integration.measure import quiet_random
 
-__all__ = ["clamped", "draft_tokens_per_request", "encoder_shortfall_tokens", "run_widest_step"]
+__all__ = [
+    "clamped",
+    "draft_tokens_per_request",
+    "encoder_shortfall_tokens",
+    "run_widest_step",
+    "samples",
+]
 
 
 @contextmanager
@@ -54,12 +61,17 @@ def run_widest_step(worker: Any, num_blocks: int) -> None:
         stack.enter_context(quiet_random(device))
         held = _rest_of_encoder_cache(worker)
         stack.enter_context(_widest_sampling(worker))
-        _sample_first(worker)
-        _verify_drafts(worker, num_blocks)
-        if device.type == "cpu" and worker.compilation_config.mode != CompilationMode.NONE:
-            runner.warming_up_model()
+        if device.type == "cuda":
+
+            def forward() -> None:
+                runner.profile_run()
+                _verify_drafts(worker, num_blocks)
+
+            run_in_least_cache(worker, lambda: _sample_most_rows(worker), forward)
         else:
-            runner.profile_run()
+            _sample_most_rows(worker)
+            compiled = worker.compilation_config.mode != CompilationMode.NONE
+            runner.warming_up_model() if compiled else runner.profile_run()
         del held
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -105,15 +117,10 @@ def _rest_of_encoder_cache(worker: Any) -> Any:
     return torch.empty(size, dtype=model_config.dtype, device=worker.device)
 
 
-def _sample_first(worker: Any) -> None:
-    """Sample the most rows first, while PyTorch's cache is empty.
-
-    The logits are the largest single tensors of a step. A cache that starts with them serves the forward pass
-    from their pieces; one that starts with the forward pass keeps its smaller pieces beside them for good.
-    """
+def _sample_most_rows(worker: Any) -> None:
     import torch
 
-    if not _samples(worker):
+    if not samples(worker):
         return
     size = (_max_requests(worker), worker.model_config.get_hidden_size())
     hidden = torch.zeros(size, dtype=worker.model_config.dtype, device=worker.device)
@@ -127,7 +134,7 @@ def _widest_sampling(worker: Any) -> Iterator[None]:
 
     runner = worker.model_runner
     with ExitStack() as stack:
-        sampler = getattr(runner, "sampler", None) if _samples(worker) else None
+        sampler = getattr(runner, "sampler", None) if samples(worker) else None
         if isinstance(sampler, torch.nn.Module):  # the V1 runner's
             handle = sampler.register_forward_pre_hook(_use_every_feature, with_kwargs=True)
             stack.callback(handle.remove)
@@ -241,7 +248,8 @@ def _not_measured(what: str, error: Exception) -> None:
     )
 
 
-def _samples(worker: Any) -> bool:
+def samples(worker: Any) -> bool:
+    """Whether this worker's steps end with sampling."""
     from vllm.distributed.parallel_state import get_pp_group
 
     return not worker.model_runner.is_pooling_model and get_pp_group().is_last_rank
