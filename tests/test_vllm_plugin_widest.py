@@ -40,8 +40,9 @@ def test_speculative_engine_equals_stock_and_measures_every_draft(run_engine: Ru
     requests = SMALL["max_num_seqs"]
     # Every request with all its drafts, and all of them with penalties; and so for ordinary sampling.
     assert seen["verified"]
-    for rows, drafts, penalties in seen["verified"]:
+    for rows, drafts, penalties, mask in seen["verified"]:
         assert (rows, drafts, penalties) == (requests * (1 + DRAFTS), [DRAFTS] * requests, True)
+        assert mask == [requests, 2048]  # the tiny model's vocabulary
     assert [requests, True, 1] in seen["sampled"]
     assert max(seen["tokens"]) == SMALL["max_num_batched_tokens"]
     assert "could not be measured" not in answer["log"]
@@ -50,12 +51,24 @@ def test_speculative_engine_equals_stock_and_measures_every_draft(run_engine: Ru
     assert outputs == again == stock["results"][0]
 
 
+def test_engine_with_adapters_measures_with_one_in_each_row(run_engine: Run) -> None:
+    """Rows whose adapter the last step of warm-up chose, or nobody, are out of bounds in the kernels."""
+    llm = SMALL | FLAG | {"enable_lora": True, "max_loras": 2, "max_num_seqs": 32}
+    llm |= {"worker_extension_cls": "widest_probe.Extension"}
+    env = ENV | {"PYTHONPATH": str(Path(__file__).parent)}
+    answer = run_engine(llm, [{"do": "rpc", "method": "probe_widest_step"}, GENERATE], env, import_first=True)
+    assert answer["error"] is None
+    ((seen,), outputs) = answer["results"]
+    assert [32, True, 1] in seen["sampled"]
+    assert all(len(output["tokens"]) == GENERATE["max_tokens"] for output in outputs)
+
+
 @pytest.mark.parametrize(
     ("requests", "tokens", "drafts", "fit"),
     [(16, 2048, 16, 16), (256, 2048, 16, 7), (8, 8, 4, 1), (1, 64, 3, 3)],
 )
 def test_drafts_of_all_requests_fit_one_step(requests: int, tokens: int, drafts: int, fit: int) -> None:
-    from vllm_integration.widest_step import draft_tokens_per_request
+    from vllm_integration.widest_sampling import draft_tokens_per_request
 
     assert draft_tokens_per_request(requests, tokens, drafts) == fit
 
@@ -123,7 +136,7 @@ def test_encoder_cache_case_7_is_held_on_both_runners(
 
 @pytest.mark.parametrize("with_prompt_len", [False, True], ids=["0.31", "0.29"])
 def test_v2_sampler_rows_get_every_feature(with_prompt_len: bool) -> None:
-    from vllm_integration import widest_step
+    from vllm_integration import widest_sampling
 
     class Sampler:
         def __init__(self) -> None:
@@ -142,7 +155,7 @@ def test_v2_sampler_rows_get_every_feature(with_prompt_len: bool) -> None:
             self.rows[req_idx] = sampling_params
 
     sampler = (Before if with_prompt_len else After)()
-    widest_step._stage_every_feature(sampler, 3)
+    widest_sampling._stage_every_feature(sampler, 3)
     assert sorted(sampler.rows) == [0, 1, 2]
     assert all(p.top_p < 1 and p.repetition_penalty > 1 and p.logprobs for p in sampler.rows.values())
     assert sampler.applied == 1

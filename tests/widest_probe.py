@@ -16,7 +16,9 @@ class Extension:
 
         def verified(module: Any, args: tuple[Any, ...], output: Any) -> None:
             metadata, _, logits, sampling = args
-            seen["verified"].append([logits.shape[0], metadata.num_draft_tokens, not sampling.no_penalties])
+            mask = list(sampling.allowed_token_ids_mask.shape)
+            drafts = metadata.num_draft_tokens
+            seen["verified"].append([logits.shape[0], drafts, not sampling.no_penalties, mask])
 
         def sampled(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             metadata = kwargs["sampling_metadata"]

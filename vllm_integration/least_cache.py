@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_integration import measure
+from vllm_integration.widest_sampling import samples
 from vllm_integration.worker_checks import agreed_least
 
 __all__ = ["leave_least", "run_in_least_cache"]
@@ -72,8 +73,6 @@ def leave_least(
 
 
 def _narrower_steps(worker: Any) -> None:
-    from vllm_integration.widest_step import samples
-
     runner = worker.model_runner
     # The V2 runner has no attention in a profile's steps; the V1 runner has none unless it is asked for.
     options = {"skip_attn": True} if getattr(worker, "use_v2_model_runner", False) else {}

@@ -9,21 +9,14 @@ not fill.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from vllm_integration.least_cache import run_in_least_cache
-from vllm_integration.log import logger
 from vllm_integration.measure import quiet_random
+from vllm_integration.widest_sampling import max_requests, not_measured, samples, widest_sampling
 
-__all__ = [
-    "clamped",
-    "draft_tokens_per_request",
-    "encoder_shortfall_tokens",
-    "run_widest_step",
-    "samples",
-]
+__all__ = ["clamped", "encoder_shortfall_tokens", "run_widest_step"]
 
 
 @contextmanager
@@ -60,7 +53,7 @@ def run_widest_step(worker: Any, num_blocks: int) -> None:
         stack.enter_context(set_current_vllm_config(worker.vllm_config))
         stack.enter_context(quiet_random(device))
         held = _rest_of_encoder_cache(worker)
-        stack.enter_context(_widest_sampling(worker))
+        stack.enter_context(widest_sampling(worker))
         if device.type == "cuda":
 
             def forward() -> None:
@@ -75,11 +68,6 @@ def run_widest_step(worker: Any, num_blocks: int) -> None:
         del held
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def draft_tokens_per_request(max_requests: int, max_tokens: int, draft_tokens: int) -> int:
-    """Return how many drafts of each request one step can verify, when all requests are in it; at least 1."""
-    return max(1, min(draft_tokens, max_tokens // max_requests - 1))
 
 
 def encoder_shortfall_tokens(budget: Any) -> int:
@@ -122,99 +110,24 @@ def _sample_most_rows(worker: Any) -> None:
 
     if not samples(worker):
         return
-    size = (_max_requests(worker), worker.model_config.get_hidden_size())
+    rows = max_requests(worker)
+    size = (rows, worker.model_config.get_hidden_size())
     hidden = torch.zeros(size, dtype=worker.model_config.dtype, device=worker.device)
-    worker.model_runner._dummy_sampler_run(hidden)
+    with _dummy_adapters(worker, rows):
+        worker.model_runner._dummy_sampler_run(hidden)
 
 
-@contextmanager
-def _widest_sampling(worker: Any) -> Iterator[None]:
-    """Make dummy sampling inside the block use every feature that takes memory, and every draft."""
-    import torch
+def _dummy_adapters(worker: Any, requests: int) -> AbstractContextManager[None]:
+    """Give each of `requests` rows a LoRA adapter: what the last step chose for them may be out of bounds."""
+    import numpy
 
-    runner = worker.model_runner
-    with ExitStack() as stack:
-        sampler = getattr(runner, "sampler", None) if samples(worker) else None
-        if isinstance(sampler, torch.nn.Module):  # the V1 runner's
-            handle = sampler.register_forward_pre_hook(_use_every_feature, with_kwargs=True)
-            stack.callback(handle.remove)
-            speculative = worker.vllm_config.speculative_config
-            verifier = getattr(runner, "rejection_sampler", None)
-            if speculative is not None and isinstance(verifier, torch.nn.Module):
-                drafts = draft_tokens_per_request(
-                    _max_requests(worker),
-                    worker.scheduler_config.max_num_batched_tokens,
-                    speculative.num_speculative_tokens,
-                )
-                handle = verifier.register_forward_pre_hook(_use_every_draft(drafts))
-                stack.callback(handle.remove)
-        elif sampler is not None and worker.device.type == "cuda":
-            _stage_every_feature(sampler, _max_requests(worker))
-        yield
-
-
-def _use_every_feature(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    metadata = kwargs.get("sampling_metadata")
-    # Inside of the rejection sampler, which was given wide ones, it is called with metadata of its own.
-    if metadata is not None and metadata.max_num_logprobs is None:
-        kwargs = {**kwargs, "sampling_metadata": _wide(metadata, kwargs["logits"].shape[0], 0)}
-    return args, kwargs
-
-
-def _use_every_draft(drafts: int) -> Any:
-    def hook(module: Any, args: tuple[Any, ...]) -> Any:
-        import torch
-        from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-
-        metadata, draft_probs, logits, sampling = args
-        requests = len(metadata.num_draft_tokens)
-        wide = SpecDecodeMetadata.make_dummy([[0] * drafts for _ in range(requests)], logits.device)
-        if draft_probs is not None:
-            draft_probs = draft_probs.repeat_interleave(drafts, 0)
-        shape = (requests * (drafts + 1), logits.shape[-1])
-        # The caller keeps the narrow logits, two rows a request, which is what this measures too much.
-        rows = torch.randn(shape, device=logits.device, dtype=logits.dtype)
-        return wide, draft_probs, rows, _wide(sampling, requests, drafts)
-
-    return hook
-
-
-def _wide(metadata: Any, requests: int, drafts: int) -> Any:
-    """Return V1 sampling metadata of requests that all ask for penalties and for logprobs."""
-    import torch
-
-    device = metadata.frequency_penalties.device
-    return replace(
-        metadata,
-        max_num_logprobs=1,
-        no_penalties=False,
-        prompt_token_ids=torch.zeros((requests, 1), dtype=torch.int64, device=device),
-        output_token_ids=[[0] for _ in range(requests)],
-        spec_token_ids=[[0] * drafts for _ in range(requests)],
+    lora = worker.vllm_config.lora_config
+    if lora is None:
+        return nullcontext()
+    one_each = numpy.ones(requests, dtype=numpy.int32)
+    return worker.model_runner.maybe_dummy_run_with_lora(
+        lora, one_each, one_each, num_active_loras=lora.max_loras
     )
-
-
-def _stage_every_feature(sampler: Any, requests: int) -> None:
-    """Give the V2 sampler's rows the parameters that vLLM warms its kernels up with.
-
-    Real requests replace them. From vLLM 0.33 on `_dummy_sampler_run` does this itself.
-    """
-    import inspect
-
-    import torch
-    from vllm import SamplingParams
-
-    try:
-        parameters = SamplingParams.for_sampler_warmup()
-        # Source: vLLM 0.29 and 0.30, v1/worker/gpu/sample/sampler.py: there the prompt's length comes second.
-        prompt_len = (1,) if "prompt_len" in inspect.signature(sampler.add_request).parameters else ()
-        for row in range(requests):
-            sampler.add_request(row, *prompt_len, parameters)
-        sampler.apply_staged_writes()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        _not_measured("the features of sampling", error)
 
 
 def _verify_drafts(worker: Any, num_blocks: int) -> None:
@@ -236,25 +149,4 @@ def _verify_drafts(worker: Any, num_blocks: int) -> None:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        _not_measured("the rows of speculative decoding", error)
-
-
-def _not_measured(what: str, error: Exception) -> None:
-    logger.warning(
-        "Extensible KV cache: %s could not be measured, the margin has to hold them: %s: %s",
-        what,
-        type(error).__name__,
-        error,
-    )
-
-
-def samples(worker: Any) -> bool:
-    """Whether this worker's steps end with sampling."""
-    from vllm.distributed.parallel_state import get_pp_group
-
-    return not worker.model_runner.is_pooling_model and get_pp_group().is_last_rank
-
-
-def _max_requests(worker: Any) -> int:
-    scheduler = worker.scheduler_config
-    return min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        not_measured("the rows of speculative decoding", error)
