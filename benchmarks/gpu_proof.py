@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from engines import ROOT, UTILIZATION, budget_left, model_path, run_engine, story, used_note
+from ranks_proof import tp_records
 from sizing_proof import sizing_records
 from sleep_proof import sleep_records
 
@@ -34,12 +35,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--parts", default=",".join(part for part in PARTS if part not in TWO_GPUS))
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--layers", type=int, default=28, help="of the model, which has Qwen3-0.6B's shape")
     parser.add_argument("--configurations", help="of the parts identity and sizing; default all")
     parser.add_argument("--repeats", type=int, default=3, help="starts of each kind in the part startup")
-    parser.add_argument("--load-seconds", type=float, default=60, help="of each load in the part sizing")
+    parser.add_argument("--load-seconds", type=float, default=60, help="of each load in sizing and tp2")
     parser.add_argument("--warm-starts", type=int, default=1, help="starts of each kind before those")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
@@ -185,6 +186,11 @@ def sizing(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     yield from sizing_records(args)
 
 
+def tp2(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Two ranks on two GPUs; not among the default parts."""
+    yield from tp_records(base(args), args.output / "engines.log", PROMPTS, args.load_seconds)
+
+
 def compare(name: str, stock: dict[str, Any], flag: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The records of one configuration: starts, same output, within the budget, what the log says."""
     for kind, run in (("stock", stock), ("flag", flag)):
@@ -240,7 +246,9 @@ PARTS = {
     "startup": startup,
     "sleep": sleep,
     "sizing": sizing,
+    "tp2": tp2,
 }
+TWO_GPUS = ("tp2",)
 
 if __name__ == "__main__":
     sys.exit(main())

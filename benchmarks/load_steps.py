@@ -1,6 +1,7 @@
-"""A step for `tests/engine_runner.py` that loads an engine as wide as its scheduler goes.
+"""Steps for `tests/engine_runner.py` that load an engine as wide as its scheduler goes.
 
     {"do": "wide_load", "requests": n, "prompt_tokens": n, "max_tokens": n, "seconds": at least, "kind": ...}
+    {"do": "cache"}    the size of the cache, without touching a device from the engine's process
 
 ``kind`` names the prompts and what they ask for: "mixed" (penalties, top-k, logprobs, logprobs of prompts),
 "drafts" (repeating prompts whose continuations an n-gram lookup finds), "lora" (with ``adapters``, paths) or
@@ -117,4 +118,10 @@ def _adapter(number: int, adapters: list[str]) -> Any:
     return LoRARequest(f"adapter-{which}", which + 1, adapters[which])
 
 
-STEPS = {"wide_load": wide_load}
+def cache(llm: Any) -> dict[str, Any]:
+    """Return the size of the cache that the engine believes in."""
+    config = llm.llm_engine.vllm_config.cache_config
+    return {"num_gpu_blocks": config.num_gpu_blocks, "kv_cache_size_tokens": config.kv_cache_size_tokens}
+
+
+STEPS = {"wide_load": wide_load, "cache": cache}
