@@ -3,9 +3,15 @@
 
 static uint64_t round_down(uint64_t value, uint64_t unit) { return value / unit * unit; }
 
-/* Adds [begin, end) in pieces of at most max_chunk bytes (0: one piece). */
-static int add_gap(chunk_list *missing, uint64_t begin, uint64_t end, uint64_t max_chunk)
+/* Adds [begin, end) in pieces of at most max_chunk bytes (0: one piece).  shared: begin is inside a segment whose first
+ * granule belongs to the piece before, which then grows, so that a whole segment is in one piece here too. */
+static int add_gap(chunk_list *missing, uint64_t begin, uint64_t end, uint64_t max_chunk, bool shared)
 {
+    chunk *last = missing->count ? &missing->items[missing->count - 1] : NULL;
+    if (shared && !max_chunk && last && last->offset + last->size == begin) {
+        last->size += end - begin;
+        return EKV_OK;
+    }
     while (begin < end) {
         uint64_t size = max_chunk && end - begin > max_chunk ? max_chunk : end - begin;
         int status = chunks_reserve(missing, 1);
@@ -28,7 +34,8 @@ int plan_missing(const reservation *r, uint64_t num_blocks, bool defragment, chu
         const ekv_segment *segment = &r->segments[i];
         uint64_t end = round_up(segment_end(segment, num_blocks), r->granularity);
         uint64_t begin = round_down(segment->offset, r->granularity);
-        if (begin < covered)
+        bool shared = begin < covered;
+        if (shared)
             begin = covered;
         while (begin < end) {
             uint64_t gap_end = end;
@@ -41,7 +48,7 @@ int plan_missing(const reservation *r, uint64_t num_blocks, bool defragment, chu
             }
             if (next < num_chunks && r->chunks.items[next].offset < gap_end)
                 gap_end = r->chunks.items[next].offset;
-            status = add_gap(missing, begin, gap_end, max_chunk);
+            status = add_gap(missing, begin, gap_end, max_chunk, shared);
             if (status)
                 return status;
             begin = gap_end;
