@@ -8,6 +8,7 @@ JOB's ``neighbour`` ({"after": stage, "bytes": n}): another pool takes n bytes w
 from contextlib import ExitStack
 from typing import Any
 
+import connector_steps
 import sleep_steps
 
 NEIGHBOURS = ExitStack()
@@ -66,4 +67,4 @@ def _worker(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
 
 
-STEPS = {"zeroed": zeroed, "views": views, **sleep_steps.STEPS}
+STEPS = {"zeroed": zeroed, "views": views, **sleep_steps.STEPS, **connector_steps.STEPS}

@@ -34,12 +34,6 @@ def _external(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config.parallel_config.distributed_executor_backend = "external_launcher"
 
 
-def _connector(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.config import KVTransferConfig
-
-    config.kv_transfer_config = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both")
-
-
 def _scales(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config.cache_config.cache_dtype = "fp8_per_token_head"
 
@@ -53,7 +47,6 @@ def _hisparse(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (_elastic, "elastic scale-up"),
         (_external, "external launcher"),
-        (_connector, "the KV connector NixlConnector"),
         (_scales, "fp8_per_token_head"),
         (_hisparse, "HiSparse"),
     ],

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from vllm_integration import fallback, final_size, report, sleep
+from vllm_integration import connectors, fallback, final_size, report, sleep
 from vllm_integration.config import Options, options_of
 from vllm_integration.worker_names import PREFIX
 
@@ -75,6 +75,7 @@ class TwoPhaseSizing:
         if self.reason:
             return config
         sizes = final_size.settle(self, config)
+        connectors.settle(self, sizes.blocks)
         sleep.attach(self.core, self.options)
         told = report.build(self, config, sizes, time.perf_counter() - start)
         report.tell(told)

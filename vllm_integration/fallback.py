@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from vllm_integration.connectors import connector_reason
 from vllm_integration.log import logger
 
 __all__ = ["engine_reason", "warn"]
@@ -21,7 +22,8 @@ def warn(reason: str) -> None:
 
 def engine_reason(vllm_config: Any) -> str | None:
     """Return why this configuration cannot have an extensible cache, or None."""
-    for check in (_elastic_launch, _external_launcher, _connector, _sleep_backend, _hisparse, _cache_dtype):
+    checks = (_elastic_launch, _external_launcher, _sleep_backend, _hisparse, _cache_dtype, connector_reason)
+    for check in checks:
         reason = check(vllm_config)
         if reason:
             return reason
@@ -38,12 +40,6 @@ def _external_launcher(vllm_config: Any) -> str | None:
     if vllm_config.parallel_config.distributed_executor_backend == "external_launcher":
         return "an external launcher starts one engine for each rank, and each would settle on its own size"
     return None
-
-
-def _connector(vllm_config: Any) -> str | None:
-    transfer = vllm_config.kv_transfer_config
-    name = getattr(transfer, "kv_connector", None)
-    return f"the KV connector {name} is handed the cache before its size is known" if name else None
 
 
 def _sleep_backend(vllm_config: Any) -> str | None:

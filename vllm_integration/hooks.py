@@ -9,6 +9,7 @@ one is applied.
 from __future__ import annotations
 
 from vllm_integration import allocation, engine, flag, metrics
+from vllm_integration.connector_hooks import CONNECTORS_RELIED_ON
 from vllm_integration.patches import Patch, Target
 from vllm_integration.sleep_hooks import SLEEP, SLEEP_RELIED_ON
 
@@ -150,6 +151,7 @@ RELIED_ON = (
     *FLAG_CLASSES,
     *WIDEST_STEP,
     *SLEEP_RELIED_ON,
+    *CONNECTORS_RELIED_ON,
     Target(CORE, "update_kv_cache_capacity", None, "called again with the final size"),
     Target(UTILS, "get_kv_cache_configs", CONFIGS, "", releases=("0.29", "0.30", "0.31", "0.32")),
     Target(

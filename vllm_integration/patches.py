@@ -131,6 +131,8 @@ class Patcher:
             try:
                 for patch in patches:
                     owner, name = _owner(patch.target)
+                    if patch.target.releases and name not in vars(owner):
+                        continue  # a release without it
                     original = vars(owner)[name]
                     replacement = patch.wrap(original)
                     setattr(owner, name, replacement)
@@ -162,7 +164,7 @@ def _owner(target: Target) -> tuple[Any, str]:
     owner: Any = importlib.import_module(target.module)
     for part in path:
         owner = getattr(owner, part)
-    if name not in vars(owner):
+    if name not in vars(owner) and not target.releases:
         raise PatchError("it is not defined there")
     return owner, name
 
@@ -198,8 +200,13 @@ def _binds(body: Iterable[ast.stmt], name: str) -> bool:
         if isinstance(node, ast.ImportFrom | ast.Import):
             if any((alias.asname or alias.name) == name for alias in node.names):
                 return True
-        elif isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
-            return True
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+            if node.name == name:
+                return True
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+                return True
     return False
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["warmup_blocks"]
+__all__ = ["layer_specs", "warmup_blocks"]
 
 # vLLM's kernel warm-up prefills each request and decodes it up to 5 times; 8 leaves room for a release that
 # does more. It asks for at most what num_blocks allows, so a prefix that is too short only warms up less.
@@ -25,7 +25,7 @@ def warmup_blocks(
     max_tokens, max_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     speculative = getattr(worker.vllm_config.speculative_config, "num_speculative_tokens", 0) or 0
     request_tokens = (1 + speculative) * WARMUP_STEPS + 2
-    specs = list(_layer_specs(kv_cache_config))
+    specs = list(layer_specs(kv_cache_config))
     for_requests = max_requests * sum(_blocks(spec, request_tokens) for spec in specs)
     for_prefill = sum(_blocks(spec, max_tokens) + _blocks(spec, request_tokens) for spec in specs)
     wanted = 1 + max(for_requests, for_prefill)
@@ -38,7 +38,8 @@ def warmup_blocks(
     return min(capacity, max(fixed, min(wanted, affordable)))
 
 
-def _layer_specs(kv_cache_config: Any) -> Iterable[Any]:
+def layer_specs(kv_cache_config: Any) -> Iterable[Any]:
+    """Return the specification of each group, that of its first layer where they differ."""
     for group in kv_cache_config.kv_cache_groups:
         nested = getattr(group.kv_cache_spec, "kv_cache_specs", None)
         yield next(iter(nested.values())) if nested else group.kv_cache_spec

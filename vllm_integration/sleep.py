@@ -12,9 +12,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from vllm_integration import connectors
 from vllm_integration.log import format_bytes, logger
 
-__all__ = ["EngineSleep", "attach", "wrap_core_sleep", "wrap_finish_pause", "wrap_sleep", "wrap_wake_up"]
+__all__ = [
+    "EngineSleep",
+    "attach",
+    "wrap_core_sleep",
+    "wrap_discard",
+    "wrap_finish_pause",
+    "wrap_sleep",
+    "wrap_wake_up",
+]
 
 TAG = "kv_cache"
 KEEPING_LEVEL = 1  # on level 2 other weights may follow, for which the content would be wrong
@@ -29,7 +38,8 @@ KEEP_HASHES = _KeepHashes()
 
 def attach(core: Any, options: Any) -> None:
     """Make the executor of `core`, whose workers all have an extensible cache, sleep with it."""
-    core.model_executor.ekv_sleep = EngineSleep(core, options.sleep_backup is not None)
+    refusal = connectors.sleep_reason(core.vllm_config)
+    core.model_executor.ekv_sleep = EngineSleep(core, options.sleep_backup is not None, refusal)
 
 
 def wrap_core_sleep(original: Any) -> Any:
@@ -38,6 +48,8 @@ def wrap_core_sleep(original: Any) -> Any:
     @functools.wraps(original)
     def sleep(self: Any, level: int = 1, mode: str = "abort") -> Any:
         mine = _of(self.model_executor)
+        if mine is not None and level > 0:
+            mine.check_allowed()  # before any request is aborted
         if mine is None or not mine.keeps(level):
             return original(self, level, mode)
         pause = self.pause_scheduler
@@ -76,6 +88,19 @@ def wrap_sleep(original: Any) -> Any:
     return sleep
 
 
+def wrap_discard(original: Any) -> Any:
+    """Wrap `Executor.discard` (0.31 and later), which counts its tags as gone even where it fails."""
+
+    @functools.wraps(original)
+    def discard(self: Any, tags: tuple[str, ...]) -> Any:
+        mine = _of(self)
+        if mine is not None and TAG in tags:
+            mine.check_idle()
+        return original(self, tags)
+
+    return discard
+
+
 def wrap_wake_up(original: Any) -> Any:
     """Wrap `Executor.wake_up`."""
 
@@ -92,8 +117,13 @@ def wrap_wake_up(original: Any) -> Any:
 class EngineSleep:
     """Belongs to one engine core, and is used from its main thread."""
 
-    def __init__(self, core: Any, backup: bool) -> None:
-        self.core, self.executor, self.backup = core, core.model_executor, backup
+    def __init__(self, core: Any, backup: bool, refusal: str | None = None) -> None:
+        self.core, self.executor, self.backup, self.refusal = core, core.model_executor, backup, refusal
+
+    def check_allowed(self) -> None:
+        """Raise if a KV connector would be left with memory that is gone."""
+        if self.refusal is not None:
+            raise RuntimeError(f"the engine cannot sleep: {self.refusal}")
 
     def keeps(self, level: int) -> bool:
         """Return whether the content of cached blocks is to survive a sleep of this level."""
@@ -102,8 +132,20 @@ class EngineSleep:
         # Since 0.31: what is kept beside the cache for its blocks would be reset all the same.
         return getattr(self.core.scheduler, "aux_output_connector", None) is None
 
+    def check_idle(self) -> None:
+        """Raise if a KV connector may not give up its memory, or is still using it."""
+        self.check_allowed()
+        reasons = self.executor.collective_rpc("ekv_wait_until_idle")
+        busy = next((reason for reason in reasons if reason), None)
+        if busy is not None:
+            raise RuntimeError(f"the engine cannot sleep: {busy}")
+
     def before_sleep(self, level: int) -> None:
-        """Have the workers keep what is cached; when one cannot, none does, and the hashes are reset."""
+        """Have the workers keep what is cached; when one cannot, none does, and the hashes are reset.
+
+        Before that their KV connectors must be idle, or RuntimeError is raised and nothing has changed.
+        """
+        self.check_idle()
         if not self.keeps(level) or self.executor.sleeping_tags:
             return  # where any part is asleep, a cache that is awake stays so
         answers = self.executor.collective_rpc("ekv_save", args=(self._cached_blocks(),))

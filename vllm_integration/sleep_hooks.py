@@ -35,6 +35,18 @@ SLEEP = (
         OWN_CONTENT,
     ),
     Patch(
+        Target(
+            EXECUTOR,
+            "Executor.discard",
+            ("tags",),
+            "refused where a KV connector registered the memory",
+            SINCE_DISCARD,
+        ),
+        sleep.wrap_discard,
+        TESTED,
+        "vLLM asks its connectors before it discards",
+    ),
+    Patch(
         Target(EXECUTOR, "Executor.wake_up", ("tags",), "all ranks take their memory again, or none"),
         sleep.wrap_wake_up,
         TESTED,

@@ -11,8 +11,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from vllm_integration import allocation, fallback, measure, own_context, worker_checks
+from vllm_integration import allocation, fallback, measure, own_context, worker_checks, worker_connectors
 from vllm_integration.config import Options
+from vllm_integration.log import logger
 from vllm_integration.prefix import warmup_blocks
 from vllm_integration.widest_step import clamped
 from vllm_integration.worker_sleep import SleepingWorker
@@ -85,7 +86,10 @@ class ExtensibleWorker(SleepingWorker):
                 fallback.warn(NOT_LOADED)
             return super().initialize_from_config(kv_cache_config)
         blocks = self._ekv_prefix_blocks(kv_cache_config)
-        with allocation.pooled(functools.partial(self._ekv_allocate, blocks)):
+        with (
+            worker_connectors.deferred(self, kv_cache_config) as cache.connector,
+            allocation.pooled(functools.partial(self._ekv_allocate, blocks)),
+        ):
             super().initialize_from_config(kv_cache_config)
 
     def compile_or_warm_up_model(self: Any) -> Any:
@@ -96,6 +100,12 @@ class ExtensibleWorker(SleepingWorker):
         plan = self.model_runner.kv_cache_config
         with clamped(plan, cache.pool.committed_blocks), cache.stage("warm-up"):
             return super().compile_or_warm_up_model()
+
+    def get_simple_cpu_offload_num_cpu_blocks(self: Any) -> int | None:
+        """Return what vLLM would (0.33), or, while the connector is still to be made, anything but None."""
+        if self._ekv is not None and self._ekv.connector is not None:
+            return 1  # `connectors.settle` asks again
+        return super().get_simple_cpu_offload_num_cpu_blocks()
 
     def shutdown(self: Any) -> None:
         """Shut down as vLLM does, then give the memory and the addresses back."""
@@ -148,6 +158,15 @@ class ExtensibleWorker(SleepingWorker):
         """Go back to the prefix, and return how many blocks would fit now."""
         return self._ekv.rollback(self)
 
+    def ekv_connect(self: Any, num_blocks: int) -> dict[str, Any]:
+        """Make the KV connector over the first `num_blocks` blocks; the answer says whether it worked."""
+        try:
+            self._ekv.connect(self, num_blocks)
+        except Exception as error:  # of a connector's own, of any kind
+            logger.exception("Extensible KV cache: rank %d could not set up its KV connector", self.rank)
+            return {"rank": self.rank, "error": f"{type(error).__name__}: {error}"}
+        return {"rank": self.rank, "error": None}
+
     def ekv_report(self: Any) -> dict[str, Any] | None:
         """Return what was measured and committed, with the pool as plain data; or None without one."""
         cache = self._ekv
@@ -176,9 +195,7 @@ class ExtensibleWorker(SleepingWorker):
         if not plan.kv_cache_tensors:
             return original(*args, **kwargs)
         size = plan.kv_cache_tensors[0].size
-        settings = {"min_bytes": size}
-        if cache.options.max_chunk_bytes is not None:
-            settings["max_chunk_bytes"] = cache.options.max_chunk_bytes
+        settings = {"min_bytes": size, **cache.memory_settings()}
         with cache.stage("reserve"):
             with extensible_kv_pool(self.device, **settings) as pool:
                 caches = original(*args, **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_integration.allocation import view_specs_of_plan
+from vllm_integration.prefix import layer_specs
 
 __all__ = ["agreed", "agreed_least", "layout_reason", "reservable_bytes", "worker_reason"]
 
@@ -29,6 +30,7 @@ def layout_reason(worker: Any, kv_cache_config: Any) -> str | None:
     from vllm.platforms import current_platform
 
     from allocator import BlockLayout
+    from allocator.views import parse_view
 
     # On ROCm vLLM's allocation runs kernels as well, which a plan without memory cannot; binding checks.
     if not kv_cache_config.kv_cache_tensors or current_platform.is_rocm():
@@ -40,8 +42,21 @@ def layout_reason(worker: Any, kv_cache_config: Any) -> str | None:
     try:
         specs = view_specs_of_plan(kv_cache_config, worker.cache_config.get_resolved_kv_cache_layout())
         BlockLayout.from_views(0, size, specs)
+        return _connector_reason(worker, kv_cache_config, [parse_view(s, 0, size, 0) for s in specs])
     except ValueError as error:
         return f"the layers do not agree on where the blocks are: {error}"
+
+
+def _connector_reason(worker: Any, kv_cache_config: Any, views: list[Any]) -> str | None:
+    name = getattr(worker.vllm_config.kv_transfer_config, "kv_connector", None)
+    if name is None:
+        return None
+    if any(view.outer_dims for view in views):
+        layout = worker.cache_config.get_resolved_kv_cache_layout().name
+        return f"the KV connector {name} is given each layer in one piece, and {layout} has it in several"
+    sink = any(getattr(spec, "sink_len", None) for spec in layer_specs(kv_cache_config))
+    if sink and worker._ekv.registered:
+        return f"the KV connector {name} needs memory in one piece, taken after warm-up wrote the sink blocks"
     return None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vllm_integration import worker_connectors
 from vllm_integration.log import format_bytes, logger
 
 __all__ = ["Nap", "SleepingWorker"]
@@ -103,6 +104,7 @@ class SleepingWorker:
         except BaseException:
             nap.drop()
             raise
+        worker_connectors.give_up_memory()
         nap.release()
 
     def wake_up(self: Any, tags: list[str] | None = None) -> None:
@@ -115,6 +117,8 @@ class SleepingWorker:
             nap.wake()
         try:
             _unless_unsupported(super().wake_up)(tags)
+            if mine:
+                worker_connectors.take_memory_again()
         except BaseException:
             if mine and nap.state == "waking":
                 nap.release()
@@ -130,9 +134,14 @@ class SleepingWorker:
         discard = super().discard
         (_unless_unsupported(discard) if set(tags) == {TAG} else discard)(tags)
         nap.drop()
+        worker_connectors.give_up_memory()
         nap.release()
 
     # From here on, what the engine calls.
+
+    def ekv_wait_until_idle(self: Any) -> str | None:
+        """Wait for the KV connector's copies to be on their way; return what is wrong, or None."""
+        return worker_connectors.wait_until_idle()
 
     def ekv_save(self: Any, blocks: list[int]) -> dict[str, Any]:
         """Keep the content of `blocks` over the sleep that follows; the answer says whether it worked."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from vllm_integration import measure
+from vllm_integration import connectors, measure, worker_connectors
 from vllm_integration.config import Options
 from vllm_integration.log import logger
+from vllm_integration.narrowing import check_one_handle_each
 from vllm_integration.stages import Stages
 from vllm_integration.start_table import start_table
 from vllm_integration.widest_step import run_widest_step
@@ -25,6 +26,8 @@ class WorkerCache:
     def __init__(self, options: Options, worker: Any) -> None:
         self.options = options
         self.pool: Any = None
+        self.registered = connectors.registers_memory(worker.vllm_config)
+        self.connector: worker_connectors.Deferred | None = None  # until the real one is made
         self.num_views = 0
         self.prefix_blocks = 0
         self.bytes_per_block = 0
@@ -98,6 +101,13 @@ class WorkerCache:
         """Take `pool`, which holds a cache of `num_blocks` blocks in `size_bytes`, as this worker's."""
         self.pool = pool
         self.bytes_per_block = size_bytes // num_blocks
+
+    def memory_settings(self) -> dict[str, Any]:
+        """Return the pool's settings: one allocation for each segment, shareable, where it is registered."""
+        if self.registered:
+            return {"max_chunk_bytes": 0, "shareable": True}
+        chunk = self.options.max_chunk_bytes
+        return {} if chunk is None else {"max_chunk_bytes": chunk}
 
     def prefix_limit_bytes(self, worker: Any) -> int:
         """Return how much of the device the warm-up prefix may take."""
@@ -189,7 +199,7 @@ class WorkerCache:
 
         try:
             with self.stage("commit"):
-                self.pool.commit(num_blocks)
+                self._back(num_blocks)
         except (EkvError, MemoryError) as error:
             return {"rank": self.rank, "error": str(error), "seconds": 0.0}
         return {
@@ -203,9 +213,31 @@ class WorkerCache:
         """Give back everything behind the prefix; return how many blocks would fit now."""
         if self.pool is None:
             return {"rank": self.rank, "blocks": None}
+        if self.registered:
+            self._back(self.prefix_blocks)
         self.pool.shrink(self.prefix_blocks)
         most = measure.free_bytes(worker.device) + self.pool.physical_bytes
         return {"rank": self.rank, "blocks": self.pool.max_blocks_within(most)}
+
+    def _back(self, num_blocks: int) -> None:
+        """Back `num_blocks` blocks; where they are registered, each segment anew and in one piece."""
+        if not self.registered:
+            return self.pool.commit(num_blocks)
+        # Nothing of warm-up's is needed any more, and its memory is: there may be no room beside it.
+        self.pool.shrink(0)
+        try:
+            self.pool.commit(num_blocks, defragment=True)
+            check_one_handle_each(self.pool)
+        except BaseException:
+            self.pool.shrink(0)
+            self.pool.commit(self.prefix_blocks)
+            raise
+
+    def connect(self, worker: Any, num_blocks: int) -> None:
+        """Make this worker's KV connector over the committed blocks."""
+        told, self.connector = self.connector, None
+        if told is not None:
+            worker_connectors.connect(worker, told, self.pool, num_blocks)
 
     def report(self, worker: Any) -> dict[str, Any]:
         """Return what was measured, the start-up table, and the pool as it is now."""

@@ -1,0 +1,194 @@
+"""KV connectors on a GPU, for `gpu_proof.py --parts connectors`: CPU offload, and prefill/decode over NIXL.
+
+NIXL's part needs the wheels ``nixl`` and ``nixl-cu13`` 1.5.1 (``pip install --no-deps``), which bring UCX.
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from engines import FLAG, run_engine
+from pair import Pair
+
+from allocator import results
+
+CACHE_BYTES = 512 << 20  # about 16,000 tokens of 8 layers
+OFFLOAD_BYTES = 2 << 30
+PAIR_CACHE_BYTES = 4 << 30
+OFFLOADING = ("OffloadingConnector", "SimpleCPUOffloadConnector")
+PAIR_ENV = {
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+# One token more than whole blocks: whoever has the blocks computes that one token, wherever they came from.
+PROMPTS = [
+    [(7 * i + j * (i + 3)) % 1999 + 300 for j in range(length)] for i, length in enumerate((161, 1601, 2401))
+]
+LARGE = [[(11 * i + j * (i + 5)) % 1999 + 300 for j in range(4001)] for i in range(6)]
+
+
+def connector_records(base: dict[str, Any], log: Path) -> Iterator[dict[str, Any]]:
+    """Run three engines one after another, then pairs; every record but the bandwidths has a limit."""
+    llm = {**base, "enable_prefix_caching": True, "gpu_memory_utilization": 0.4}
+    cached = [{"do": "cached", "prompts": [prompt], "max_tokens": 32} for prompt in PROMPTS]
+    reference = run_engine(
+        llm | {"kv_cache_memory_bytes": PAIR_CACHE_BYTES}, _copies(cached * 2), {}, False, log
+    )
+    yield _true("connectors_reference_starts", not reference["error"], str(reference["error"] or "")[:500])
+    if reference["error"]:
+        return
+    from_cache = [one for answer in reference["results"][len(PROMPTS) :] for one in answer]
+    yield from offload_records(llm, log, cached, from_cache)
+    yield from nixl_records(llm, log, from_cache)
+
+
+def offload_records(
+    llm: dict[str, Any], log: Path, cached: list[dict[str, Any]], from_cache: list[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Prompts whose blocks were evicted, and came back from the host."""
+    evict = {"do": "load", "num_prompts": 30, "prompt_tokens": 1000, "max_tokens": 1}
+    # Less than a block, which is not stored: its steps tell the scheduler of the copies before it.
+    short = {"do": "generate", "prompts": [[301, 302, 303]], "max_tokens": 8}
+    nap = [short, {"do": "segments"}, {"do": "sleep"}, {"do": "wake_up"}]
+    steps = [*cached, evict, *cached, *nap, *cached]
+    for name in OFFLOADING:
+        transfer = {"kv_connector": name, "kv_role": "kv_both"}
+        transfer["kv_connector_extra_config"] = {"cpu_bytes_to_use": OFFLOAD_BYTES}
+        sized = llm | {"kv_cache_memory_bytes": CACHE_BYTES, "kv_transfer_config": transfer}
+        run = run_engine(sized, _copies(steps), {}, True, log)
+        yield _true(f"{name}_starts", not run["error"], str(run["error"] or "")[:500])
+        if run["error"]:
+            continue
+        answers, count = run["results"], len(cached)
+        first = [one for answer in answers[:count] for one in answer]
+        again = [one for answer in answers[count + 1 : 2 * count + 1] for one in answer]
+        (pool,), asleep, woken = answers[2 * count + 2 : 2 * count + 5]
+        napped = [one for answer in answers[2 * count + 5 :] for one in answer]
+        hits = [sum(one["cached_tokens"] for one in outputs) for outputs in (first, again)]
+        told = any("committed" in line and "Extensible KV cache" in line for line in run["log"])
+        yield _true(f"{name}_with_the_extensible_cache", told)
+        note = f"first {hits[0]}; between them {evict}"
+        whole = sum(len(prompt) - 1 for prompt in PROMPTS)
+        yield results.record(
+            f"{name}_tokens_from_the_host", hits[1], "tokens", limit=whole, better="equal", note=note
+        )
+        yield _true(
+            f"{name}_output_identical_to_prefix_hits_without", _outputs(again) == _outputs(from_cache)
+        )
+        yield _true(f"{name}_tokens_after_a_nap_identical", _tokens(napped) == _tokens(first))
+        held = f"{pool['physical_bytes']} bytes in {pool['chunks']} allocations before"
+        slept = asleep["physical_bytes"] == 0 and woken["physical_bytes"] == pool["physical_bytes"]
+        yield _true(f"{name}_pool_holds_nothing_asleep", slept, held)
+
+
+def nixl_records(
+    llm: dict[str, Any], log: Path, from_cache: list[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Prefill in one process and decode in another, on one device and on two where there are two."""
+    installed = importlib.util.find_spec("nixl") is not None
+    yield _true("nixl_is_installed", installed)
+    if not installed:
+        return
+    import pynvml
+
+    pynvml.nvmlInit()
+    places = {"one_gpu": ("0", "0")}
+    if pynvml.nvmlDeviceGetCount() > 1:
+        places["two_gpus"] = ("0", "1")
+    sized = llm | {"kv_cache_memory_bytes": PAIR_CACHE_BYTES}
+    for name, devices in places.items():
+        runs = {}
+        for kind, config in (("flag", sized | {"additional_config": FLAG}), ("stock", sized)):
+            runs[kind] = pair_run(config, log, PAIR_ENV, devices, nap=kind == "flag")
+            error = runs[kind]["error"]
+            yield _true(f"nixl_{name}_{kind}_starts", not error, str(error or "")[:500])
+        if not any(run["error"] for run in runs.values()):
+            yield from pair_records(name, runs["flag"], runs["stock"], from_cache)
+
+
+def pair_run(
+    llm: dict[str, Any], log: Path, env: dict[str, str], devices: tuple[str, str], nap: bool
+) -> dict[str, Any]:
+    """What one pair of engines hands over: `PROMPTS`, `LARGE`, and `PROMPTS` again after both slept."""
+    pair = Pair(llm, log, env, devices)
+    answers: dict[str, Any] = {"error": pair.error, "started": pair.started}
+    try:
+        if pair.error is None:
+            answers["small"] = pair.hand_over(PROMPTS, 32)
+            answers["large"] = pair.hand_over(LARGE, 1)
+            if nap:
+                answers["naps"] = pair.nap()
+                answers["after nap"] = pair.hand_over(PROMPTS, 32)
+            answers["error"] = next(
+                (a["error"] for a in answers.values() if isinstance(a, dict) and a.get("error")), None
+            )
+    except (KeyError, TypeError, BrokenPipeError) as error:  # an engine that ended has no outputs
+        answers["error"] = f"{type(error).__name__}: {error}"
+    finally:
+        answers["exits"] = pair.close()
+    return answers
+
+
+def pair_records(
+    name: str, flag: dict[str, Any], stock: dict[str, Any], from_cache: list[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """What a pair with the flag is held to: the pair without, and one engine without a connector."""
+    outputs = flag["small"]["outputs"]
+    moved = sum(size for size, _ in flag["small"]["moved"])
+    yield results.record(f"nixl_{name}_bytes_moved", moved, "bytes", limit=1, better="higher")
+    yield _true(f"nixl_{name}_output_as_the_stock_pair", outputs == stock["small"]["outputs"])
+    yield _true(f"nixl_{name}_tokens_as_one_engine_without", _tokens(outputs) == _tokens(from_cache))
+    yield _true(f"nixl_{name}_logprobs_as_one_engine_without", _outputs(outputs) == _outputs(from_cache))
+    yield _true(f"nixl_{name}_large_output_as_the_stock_pair", *_same(flag["large"], stock["large"]))
+    rates = {}
+    for kind, run in (("flag", flag), ("stock", stock)):
+        size, seconds = (sum(one[i] for one in run["large"]["moved"]) for i in (0, 1))
+        rates[kind] = size / seconds / 1e9 if seconds else 0.0
+        single = ", ".join(f"{s / t / 1e9:.2f}" for s, t in run["large"]["moved"] if t)
+        note = f"{size} bytes in {seconds:.4f} s by NIXL's own clock; each transfer: {single}"
+        yield results.record(f"nixl_{name}_{kind}_gb_per_s", rates[kind], "GB/s", note=note)
+    ratio = rates["flag"] / rates["stock"] if rates["stock"] else 0.0
+    yield results.record(f"nixl_{name}_bandwidth_flag_vs_stock", ratio, "", limit=0.9, better="higher")
+    snapshots = [one["snapshot"] for one in flag["started"]]
+    pieces = all(len(snapshot["chunks"]) <= len(snapshot["segments"]) for snapshot in snapshots)
+    kinds = ", ".join(snapshot["reservations"][0]["handle_kind"] for snapshot in snapshots)
+    yield _true(f"nixl_{name}_one_allocation_a_layer", pieces, f"handle kinds: {kinds}")
+    naps = flag["naps"]
+    slept = all(nap["error"] is None and nap["asleep_bytes"] == 0 and nap["awake_bytes"] > 0 for nap in naps)
+    yield _true(f"nixl_{name}_pools_hold_nothing_asleep", slept, str(naps))
+    yield _true(f"nixl_{name}_output_after_a_nap_identical", *_same(flag["after nap"], flag["small"]))
+    yield _true(f"nixl_{name}_engines_exit_cleanly", flag["exits"] == [0, 0], str(flag["exits"]))
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> tuple[bool, str]:
+    moved = sum(size for size, _ in one["moved"])
+    return one["outputs"] == other["outputs"] and moved > 0, f"{moved} bytes moved"
+
+
+def _tokens(outputs: list[dict[str, Any]]) -> list[list[int]]:
+    return [output["tokens"] for output in outputs]
+
+
+def _outputs(outputs: list[dict[str, Any]]) -> list[Any]:
+    """Tokens, and of each the log-probability."""
+    return [
+        (
+            output["tokens"],
+            [
+                dict(map(tuple, step))[token]
+                for token, step in zip(output["tokens"], output["logprobs"], strict=True)
+            ],
+        )
+        for output in outputs
+    ]
+
+
+def _copies(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [dict(step) for step in steps]
+
+
+def _true(name: str, value: bool, note: str = "") -> dict[str, Any]:
+    return results.record(name, value, "", limit=True, better="equal", note=note)

@@ -1,0 +1,336 @@
+"""KV connectors without an engine: every layout and runner, vLLM's own connectors, reasons, handles."""
+
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pools import make_pool
+
+from allocator import PoolValueError
+from vllm_integration.narrowing import Narrowing, check_one_handle_each
+
+BLOCKS = 7
+# What makes each layout, and how many layers share a storage when it is narrowed.
+LAYOUTS = {"LBHNC": 1, "LBNHC": 1, "BLHNC": 4, "BLNHC": 4, "BHLNC": 4}
+
+
+def test_span_of_several_allocations_is_refused() -> None:
+    """Case 33."""
+    pool, view = make_pool("cpu", max_chunk_bytes=2 << 20)
+    pool.commit(50)
+    with pytest.raises(PoolValueError, match=r"4915200 bytes at offset 0 .* lie in 3 physical allocations"):
+        check_one_handle_each(pool)
+    pool.commit(50, defragment=True)
+    check_one_handle_each(pool)
+    assert len(pool.snapshot()["chunks"]) == pool.num_segments == len(view)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 40, 63])
+def test_segments_that_share_a_granule_are_in_one_allocation_each(num_blocks: int) -> None:
+    """63 blocks of 96 KiB end within a granule, in which the next layer begins."""
+    pool, view = make_pool("cpu", num_blocks=63, max_chunk_bytes=0)
+    pool.commit(num_blocks)
+    check_one_handle_each(pool)
+    assert len(pool.snapshot()["chunks"]) == (1 if num_blocks == 63 else 4)
+    assert pool.physical_bytes == pool.bytes_for(num_blocks)
+    view[:, :num_blocks] = 3
+    pool.release_physical()
+    pool.recommit()
+    check_one_handle_each(pool)
+    assert not view[:, :num_blocks].any()
+
+
+def test_growth_beyond_a_piece_is_refused_until_defragmented() -> None:
+    pool, _ = make_pool("cpu", num_blocks=63, max_chunk_bytes=0)
+    pool.commit(2)
+    pool.commit(63)
+    with pytest.raises(PoolValueError, match="physical allocations"):
+        check_one_handle_each(pool)
+    pool.commit(63, defragment=True)
+    check_one_handle_each(pool)
+
+
+def test_what_is_not_of_the_pool_stays_as_it_is() -> None:
+    pool, view = make_pool("cpu")
+    pool.commit(3)
+    narrow, other = Narrowing(pool), torch.zeros(64, 4)
+    assert narrow(other) is other
+    assert narrow(None) is None
+    first, (second, same) = narrow([view[0], view[0]])[0], narrow((view[1], view[1]))
+    assert first.shape[0] == 3
+    assert second is same
+    assert Narrowing(None)(other) is other
+
+
+@pytest.fixture
+def vllm_config(tiny_model_path: Path) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(
+        model=str(tiny_model_path), max_model_len=512, dtype="float32", enforce_eager=True, block_size=32
+    ).create_engine_config()
+
+
+def specs(kind: str) -> dict[str, Any]:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+    from vllm.v1.worker.gpu_worker import Worker  # noqa: F401  (registers the cache specs)
+
+    sizes = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+    full = FullAttentionSpec(**sizes)
+    if kind == "latent":
+        full = MLAAttentionSpec(**sizes | {"num_kv_heads": 1})
+    other = SlidingWindowSpec(**sizes, sliding_window=64) if kind == "two groups" else full
+    return {f"model.layers.{i}.self_attn.attn": (full, other)[i % 2] for i in range(4)}
+
+
+class Cache:
+    """A cache as vLLM allocates it in a pool, of which `BLOCKS` blocks are committed, and its worker."""
+
+    def __init__(self, vllm_config: Any, kind: str, layout: str, transfer: dict[str, Any], v2: bool) -> None:
+        from vllm.config import KVTransferConfig
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+        from vllm.v1.worker.utils import allocate_kv_cache
+
+        from allocator import extensible_kv_pool
+        from vllm_integration.allocation import bind_views
+        from vllm_integration.worker_connectors import Deferred
+
+        vllm_config.cache_config.kv_cache_layout = layout
+        vllm_config.kv_transfer_config = KVTransferConfig(**{"kv_role": "kv_both", **transfer})
+        (self.config,) = get_kv_cache_configs(vllm_config, [specs(kind)], [16 << 20])
+        self.size = self.config.kv_cache_tensors[0].size
+        with extensible_kv_pool("cpu", min_bytes=self.size, max_chunk_bytes=0) as self.pool:
+            caches = allocate_kv_cache(self.config, torch.device("cpu"), KVCacheLayout[layout], None)
+        bind_views(self.pool, caches, self.config.num_blocks)
+        self.pool.commit(BLOCKS)
+        check_one_handle_each(self.pool)
+        self.told = Deferred(self.config)
+        self.told.register_kv_caches(caches)
+        self.told.set_host_xfer_buffer_ops(print)
+        cache_config = types.SimpleNamespace(num_gpu_blocks=self.config.num_blocks)
+        runner = types.SimpleNamespace(**{"kv_connector": "none yet"} if v2 else {})
+        self.worker = types.SimpleNamespace(
+            vllm_config=vllm_config, cache_config=cache_config, model_runner=runner
+        )
+
+    def connect(self) -> Any:
+        from vllm_integration import worker_connectors
+
+        worker_connectors.connect(self.worker, self.told, self.pool, BLOCKS)
+        return worker_connectors.current()
+
+    def assert_committed(self, tensor: torch.Tensor) -> None:
+        begin = tensor.data_ptr()
+        extent = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        end = begin + extent * tensor.element_size()
+        assert any(a <= begin and end <= a + size for a, size in self.pool.committed_regions())
+
+
+@pytest.fixture
+def make_cache(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cache]]:
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    monkeypatch.setattr(kv_transfer_state, "_sync_engine_id_across_tp", lambda config: None)
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", None)
+
+    def make(kind: str, layout: str, transfer: dict[str, Any], v2: bool = False) -> Cache:
+        return Cache(vllm_config, kind, layout, transfer, v2)
+
+    return make
+
+
+RECORDING = {"kv_connector": "RecordingConnector", "kv_connector_module_path": "recording_connector"}
+OFFLOADING = {
+    "kv_connector": "OffloadingConnector",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
+}
+EVERY_LAYOUT = [(kind, layout) for kind in ("full", "two groups", "latent") for layout in LAYOUTS]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("v2", [False, True])
+@pytest.mark.parametrize(("kind", "layout"), EVERY_LAYOUT)
+def test_connector_is_given_committed_memory_in_every_layout(
+    make_cache: Callable[..., Cache], kind: str, layout: str, v2: bool
+) -> None:
+    cache = make_cache(kind, layout, RECORDING, v2)
+    connector = cache.connect()
+    assert connector.num_blocks == BLOCKS
+    assert sorted(connector.views) == sorted(cache.told.caches)
+    for name, view in connector.views.items():
+        whole = cache.told.caches[name]
+        assert view.data_ptr() == whole.data_ptr()
+        assert view.stride() == whole.stride()
+        assert view.shape[0] * cache.config.num_blocks == whole.shape[0] * BLOCKS
+        cache.assert_committed(view)
+        view.fill_(1.0)
+        assert whole[: view.shape[0]].eq(1.0).all()
+    storages = {view.untyped_storage().data_ptr() for view in connector.views.values()}
+    sizes = sum(
+        {
+            v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in connector.views.values()
+        }.values()
+    )
+    assert sizes == BLOCKS * cache.size // cache.config.num_blocks
+    assert len(storages) == cache.pool.num_segments
+    assert cache.worker.cache_config.num_gpu_blocks == cache.config.num_blocks
+    if v2:
+        assert cache.worker.model_runner.kv_connector.kv_connector is connector
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("kind", "layout"), EVERY_LAYOUT)
+def test_plan_for_connectors_says_where_the_views_are(
+    make_cache: Callable[..., Cache], kind: str, layout: str
+) -> None:
+    from vllm_integration.worker_connectors import final_config
+
+    cache = make_cache(kind, layout, RECORDING)
+    config, narrow = final_config(cache.config, BLOCKS), Narrowing(cache.pool)
+    assert config.num_blocks == BLOCKS
+    assert config.kv_cache_groups == cache.config.kv_cache_groups
+    names = [name for tensor in config.kv_cache_tensors for name in tensor.layers]
+    assert sorted(names) == sorted(cache.told.caches)
+    for tensor in config.kv_cache_tensors:
+        assert tensor.size == BLOCKS * cache.size // cache.config.num_blocks
+        for number, name in enumerate(tensor.layers):
+            view = narrow(cache.told.caches[name])
+            place = view.data_ptr() - view.untyped_storage().data_ptr()
+            assert place == tensor.offset + number * tensor.layer_stride
+            assert BLOCKS * tensor.block_stride == view.untyped_storage().nbytes()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("kind", "layout"), EVERY_LAYOUT)
+def test_offloading_connector_moves_committed_blocks_only(
+    make_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch, kind: str, layout: str
+) -> None:
+    """Up to the copies themselves, which need a GPU."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+
+    regions: list[Any] = []
+    monkeypatch.setattr(
+        OffloadingConnectorWorker, "_init_worker", lambda self, caches: regions.append(caches)
+    )
+    cache = make_cache(kind, layout, OFFLOADING)
+    cache.connect()
+    (caches,) = regions
+    for one in caches.tensors:
+        assert one.tensor.shape[0] == BLOCKS
+        cache.assert_committed(one.tensor)
+    assert sum(one.tensor.nbytes for one in caches.tensors) == BLOCKS * cache.size // cache.config.num_blocks
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("kind", "layout"), EVERY_LAYOUT)
+def test_simple_offload_moves_committed_blocks_only(
+    make_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch, kind: str, layout: str
+) -> None:
+    """Up to its streams, which need a GPU; alone and beside another connector."""
+    from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker
+
+    class Stream:
+        priority_range = staticmethod(lambda: (0, -1))
+
+        def __init__(self, priority: int) -> None:
+            pass
+
+    regions: list[dict[str, torch.Tensor]] = []
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(
+        SimpleCPUOffloadWorker, "_init_cpu_mode", lambda self, caches, *_: regions.append(caches)
+    )
+    simple = {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"}
+    multi = {"kv_connector": "MultiConnector"}
+    multi["kv_connector_extra_config"] = {"connectors": [simple, RECORDING | {"kv_role": "kv_both"}]}
+    cache = make_cache(kind, layout, multi)
+    cache.connect()
+    (caches,) = regions
+    for region in caches.values():
+        assert region.shape[0] == BLOCKS
+        cache.assert_committed(region)
+    assert sum(region.nbytes for region in caches.values()) == BLOCKS * cache.size // cache.config.num_blocks
+
+
+def _transfer(name: str, **more: Any) -> Any:
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(kv_connector=name, kv_role="kv_both", **more)
+
+
+def _multi(*children: dict[str, Any]) -> Any:
+    connectors = [{"kv_role": "kv_both", **child} for child in children]
+    return _transfer("MultiConnector", kv_connector_extra_config={"connectors": connectors})
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("name", "registers", "sleeps"),
+    [
+        ("NixlConnector", True, False),
+        ("NixlPushConnector", True, False),
+        ("OffloadingConnector", False, True),
+        ("SimpleCPUOffloadConnector", False, True),
+        ("ExampleConnector", False, True),
+        ("MooncakeConnector", True, False),
+    ],
+)
+def test_vllms_connectors_are_known(vllm_config: Any, name: str, registers: bool, sleeps: bool) -> None:
+    """On 0.32, where no connector of vLLM's can give up what it registered."""
+    from vllm_integration import connectors
+
+    vllm_config.kv_transfer_config = _transfer(name)
+    assert connectors.connector_reason(vllm_config) is None
+    assert connectors.registers_memory(vllm_config) is registers
+    assert (connectors.sleep_reason(vllm_config) is None) is sleeps
+    vllm_config.kv_transfer_config = _multi(OFFLOADING, {"kv_connector": name})
+    assert connectors.connector_reason(vllm_config) is None
+    assert connectors.registers_memory(vllm_config) is registers
+    assert (connectors.sleep_reason(vllm_config) is None) is sleeps
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("transfer", "reason"),
+    [
+        (lambda: _transfer("FlexKVConnectorV1"), "FlexKVConnectorV1 opens the cache in another process"),
+        (lambda: _multi(OFFLOADING, {"kv_connector": "FlexKVConnectorV1"}), "FlexKVConnectorV1 opens"),
+        (lambda: _transfer("HiSparseConnector"), "HiSparseConnector keeps part"),
+        (lambda: _transfer("NoSuchConnector"), "the KV connector NoSuchConnector cannot be loaded"),
+        (
+            lambda: _transfer("PoolConnector", kv_connector_module_path="recording_connector"),
+            "PoolConnector brings a memory pool of its own",
+        ),
+    ],
+)
+def test_connector_that_cannot_have_it_is_named(vllm_config: Any, transfer: Any, reason: str) -> None:
+    from vllm_integration.fallback import engine_reason
+
+    vllm_config.kv_transfer_config = transfer()
+    assert reason in (engine_reason(vllm_config) or "")
+
+
+@pytest.mark.vllm
+def test_layer_in_several_pieces_is_named(make_cache: Callable[..., Cache]) -> None:
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    from vllm_integration import worker_checks
+
+    def reason(layout: str) -> str | None:
+        cache = make_cache("full", "LBHNC", RECORDING)
+        config = cache.worker.vllm_config
+        config.cache_config.kv_cache_layout = layout
+        worker = types.SimpleNamespace(vllm_config=config, cache_config=config.cache_config)
+        worker._ekv = types.SimpleNamespace(registered=True)
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+        (planned,) = get_kv_cache_configs(config, [specs("full")], [16 << 20])
+        return worker_checks.layout_reason(worker, planned)
+
+    assert KVCacheLayout["LHBNC"]
+    assert reason("LBHNC") is None
+    assert "is given each layer in one piece, and LHBNC has it in several" in (reason("LHBNC") or "")

@@ -1,0 +1,138 @@
+"""KV connectors as the engine sees them: which can have an extensible cache, and of what kind of memory.
+
+A connector that registers the cache's memory with a transport (NIXL) needs each region in one physical
+allocation that can be shared; one that only copies blocks takes the cache as it is. The workers' side is in
+`worker_connectors`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["connector_reason", "leaves", "registers_memory", "settle", "sleep_reason", "uses_layers"]
+
+MULTI, SIMPLE_OFFLOAD = "MultiConnector", "SimpleCPUOffloadConnector"
+# vLLM's own that copy blocks in this process, on demand. All others are taken to register memory.
+COPYING = {"ExampleConnector", "OffloadingConnector", "SharedStorageConnector", SIMPLE_OFFLOAD}
+# vLLM's own whose hooks for single layers do nothing: they work from what was registered.
+WITHOUT_LAYERS = {
+    "NixlConnector",
+    "NixlPullConnector",
+    "NixlPushConnector",
+    "OffloadingConnector",
+    SIMPLE_OFFLOAD,
+}
+OTHER_PROCESS = "opens the cache in another process by a CUDA IPC handle, which reserved memory has none of"
+UNSUPPORTED = {
+    "FlexKVConnectorV1": OTHER_PROCESS,
+    "HiSparseConnector": "keeps part of the cache on the host",
+    "LMCacheMPConnector": OTHER_PROCESS,
+}
+
+
+def leaves(transfer: Any) -> list[tuple[type, Any]]:
+    """Return class and configuration of the connector in `transfer`, or of each one in a MultiConnector."""
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    found = KVConnectorFactory.get_connector_class(transfer)
+    if not _is_vllms(found, {MULTI}):
+        return [(found, transfer)]
+    children = transfer.kv_connector_extra_config.get("connectors") or ()
+    configs = [KVTransferConfig(**{"engine_id": transfer.engine_id, **child}) for child in children]
+    return [leaf for config in configs for leaf in leaves(config)]
+
+
+def connector_reason(vllm_config: Any) -> str | None:
+    """Return why the configured KV connector cannot have an extensible cache, or None."""
+    transfer = vllm_config.kv_transfer_config
+    name = getattr(transfer, "kv_connector", None)
+    if name is None:
+        return None
+    if vllm_config.parallel_config.decode_context_parallel_size > 1:
+        return f"the KV connector {name} may change how context parallelism lays out tokens before warm-up"
+    try:
+        found = leaves(transfer)
+    except Exception as error:  # a module of the user's; vLLM will say the same
+        return f"the KV connector {name} cannot be loaded: {error}"
+    for connector, child in found:
+        reason = _class_reason(connector)
+        if reason:
+            return f"the KV connector {child.kv_connector} {reason}"
+    return None
+
+
+def registers_memory(vllm_config: Any) -> bool:
+    """Return whether a configured connector may hand the cache's memory to a transport."""
+    return any(not _is_vllms(connector, COPYING) for connector, _ in _configured(vllm_config))
+
+
+def uses_layers(vllm_config: Any) -> bool:
+    """Return whether a configured connector may reach into the cache of single layers."""
+    return any(not _is_vllms(connector, WITHOUT_LAYERS) for connector, _ in _configured(vllm_config))
+
+
+def sleep_reason(vllm_config: Any) -> str | None:
+    """Return why the cache cannot sleep with the configured connectors, or None.
+
+    Source: vLLM 0.33.0, kv_connector/v1/base.py: `unregister_kv_caches`, `restore_kv_caches` and
+    `supports_sleep_mode`.
+    """
+    for connector, transfer in _configured(vllm_config):
+        if _is_vllms(connector, COPYING):
+            continue
+        hooks = (_overrides(connector, name) for name in ("unregister_kv_caches", "restore_kv_caches"))
+        supports = getattr(connector, "supports_sleep_mode", lambda transfer: True)
+        if not all(hooks) or not supports(transfer):
+            return (
+                f"the KV connector {transfer.kv_connector} has registered the cache's memory and has no way to "
+                "give it up and to register it again (vLLM's NixlConnector over UCX has, from 0.33 on)"
+            )
+    return None
+
+
+def settle(sizing: Any, num_blocks: int) -> None:
+    """Let every worker make its connector, which is handed `num_blocks` committed blocks.
+
+    Raises
+    ------
+    RuntimeError
+        A rank's connector could not be made; the rank and its error are named.
+    """
+    vllm_config, executor = sizing.vllm_config, sizing.core.model_executor
+    if not _configured(vllm_config):
+        return
+    failed = next((answer for answer in sizing.rpc("ekv_connect", num_blocks) if answer["error"]), None)
+    if failed is not None:
+        raise RuntimeError(f"rank {failed['rank']} could not set up its KV connector: {failed['error']}")
+    # Since 0.33 the engine asks for this before warm-up, when there is no connector yet.
+    cache_config = vllm_config.cache_config
+    if getattr(cache_config, "simple_cpu_offload_num_blocks", None) is not None:
+        cache_config.simple_cpu_offload_num_blocks = executor.get_simple_cpu_offload_num_blocks()
+
+
+def _configured(vllm_config: Any) -> list[tuple[type, Any]]:
+    transfer = vllm_config.kv_transfer_config
+    return leaves(transfer) if getattr(transfer, "kv_connector", None) else []
+
+
+def _class_reason(connector: type) -> str | None:
+    for base in connector.__mro__:
+        if base.__name__ in UNSUPPORTED:
+            return UNSUPPORTED[base.__name__]
+    if _overrides(connector, "get_mem_pool_context"):
+        return "brings a memory pool of its own"
+    if not hasattr(connector, "register_kv_caches"):
+        return "is not one of vLLM's V1 connectors"
+    return None
+
+
+def _overrides(connector: type, method: str) -> bool:
+    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
+
+    found = getattr(connector, method, None)
+    return found is not None and found is not getattr(KVConnectorBase_V1, method, None)
+
+
+def _is_vllms(connector: type, names: set[str]) -> bool:
+    return connector.__name__ in names and connector.__module__.startswith("vllm.")
