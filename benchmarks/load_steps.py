@@ -82,7 +82,8 @@ def _prompt(draw: random.Random, number: int, prompt_tokens: int, kind: str, ima
 
         colour = tuple(draw.randrange(256) for _ in range(3))
         image = Image.new("RGB", (image_size, image_size), colour)
-        return {"prompt": "<|vision_start|><|image_pad|><|vision_end|>", "multi_modal_data": {"image": image}}
+        tokens = [draw.randrange(300, 2000) for _ in range(prompt_tokens)]
+        return {"prompt_token_ids": tokens, "multi_modal_data": {"image": image}}
     # Lengths differ, so that prefills and decodes share steps and end at different times.
     length = max(1, prompt_tokens - 7 * (number % 16))
     if kind == "drafts":

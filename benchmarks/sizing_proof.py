@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import adapters
+import image_model
 from engines import GIB, model_path, run_engine, story
 from sizing_configurations import CONFIGURATIONS, Configuration
 
@@ -51,9 +52,9 @@ def sizing_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def _job(configuration: Configuration, seconds: float) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the keywords of `vllm.LLM`, and the step that loads it."""
-    sizes = dict(configuration.sizes)
+    make = image_model.make_image_model if configuration.images else model_path
     llm = {
-        "model": str(model_path(sizes.pop("layers"), **sizes)),
+        "model": str(make(**configuration.sizes)),
         "max_model_len": 4096,
         "gpu_memory_utilization": configuration.utilization,
         "enable_prefix_caching": False,

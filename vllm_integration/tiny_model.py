@@ -83,14 +83,15 @@ def make_tiny_model(
         device = "cuda" if large and torch.cuda.is_available() else "cpu"
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    _write_json(path / "config.json", _config(sizes_of))
+    _write_json(path / "config.json", config_of(sizes_of))
     _write_json(path / "generation_config.json", {"eos_token_id": NUM_BYTES, "pad_token_id": NUM_BYTES + 1})
-    _write_tokenizer(path, sizes_of.vocab)
+    write_tokenizer(path, sizes_of.vocab)
     _write_weights(path / "model.safetensors", sizes_of, seed, torch.device(device))
     return path
 
 
-def _config(s: ModelShape) -> dict[str, Any]:
+def config_of(s: ModelShape) -> dict[str, Any]:
+    """Return the content of `config.json` for a model of this shape."""
     # Both spellings of the rotary base and of the dtype: transformers 4 reads one, transformers 5 the other.
     return {
         "architectures": ["Qwen3ForCausalLM"],
@@ -116,7 +117,7 @@ def _config(s: ModelShape) -> dict[str, Any]:
     }
 
 
-def _write_tokenizer(path: Path, vocab_size: int) -> None:
+def write_tokenizer(path: Path, vocab_size: int) -> None:
     """Write a byte-level tokenizer without merges: text is its bytes, each higher id is one word."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
