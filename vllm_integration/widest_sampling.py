@@ -47,7 +47,8 @@ def _use_every_feature(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     metadata = kwargs.get("sampling_metadata")
     # Inside of the rejection sampler, which was given wide ones, it is called with metadata of its own.
     if metadata is not None and metadata.max_num_logprobs is None:
-        kwargs = {**kwargs, "sampling_metadata": _wide(metadata, *kwargs["logits"].shape, 0)}
+        rows, vocabulary = kwargs["logits"].shape
+        kwargs = {**kwargs, "sampling_metadata": _wide(metadata, rows, vocabulary, 0)}
     return args, kwargs
 
 
