@@ -13,6 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from engine_server import EngineServer
+
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
 UTILIZATION = 0.9
@@ -20,6 +24,13 @@ LIMIT_S = 300  # an engine that hangs is killed, so that the rest of a run is no
 FLAG = {"extensible_kv_cache": True}
 # Progress bars and the like; everything else of an engine's log is kept.
 NOISE = re.compile(r"Capturing CUDA graphs|Loading safetensors|it/s\]|^\s*$")
+ENGINE_ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH")])),
+}
+ENGINES = EngineServer(os.environ | ENGINE_ENV, "load_steps")
 
 
 def run_engine(
@@ -34,13 +45,13 @@ def run_engine(
     job = {"llm": {**llm, "additional_config": FLAG} if on else llm, "steps": steps}
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "1", **env}
     with tempfile.TemporaryDirectory() as folder:
-        files = {name: str(Path(folder) / name) for name in ("job", "answer", "log")}
-        Path(files["job"]).write_text(json.dumps(job))
+        files = {name: Path(folder) / name for name in ("job", "answer", "log")}
+        files["job"].write_text(json.dumps(job))
         with sampled_use(devices) as use:
-            status = ENGINES.run({**files, "env": environment, "limit_s": LIMIT_S})
-        lines = Path(files["log"]).read_text(errors="replace").splitlines()
-        if Path(files["answer"]).exists():
-            answer = json.loads(Path(files["answer"]).read_text())
+            status = ENGINES.run(**files, env=environment, limit_s=LIMIT_S)
+        lines = files["log"].read_text(errors="replace").splitlines()
+        if files["answer"].exists():
+            answer = json.loads(files["answer"].read_text())
         else:
             answer = {"error": {"type": "exit", "text": str(status)}, "results": [], "seconds": {}}
     label = f"{'flag' if on else 'stock'} {env}"
@@ -51,41 +62,6 @@ def run_engine(
     if answer["error"]:
         print("\n".join(kept[-60:]), flush=True)
     return {**answer, "log": lines, "use": use, "exit": status}
-
-
-class Engines:
-    """`engine_server.py`, started at the first use."""
-
-    process: subprocess.Popen[str] | None = None
-
-    def run(self, request: dict[str, Any]) -> int:
-        """Run one engine and return its exit status."""
-        if self.process is None:
-            env = {
-                **os.environ,
-                "HF_HUB_OFFLINE": "1",
-                "VLLM_USE_FLASHINFER_SAMPLER": "0",
-                "VLLM_NO_USAGE_STATS": "1",
-            }
-            command = [sys.executable, str(ROOT / "benchmarks" / "engine_server.py")]
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env
-            )
-            self._answer()
-        assert self.process.stdin
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        return int(self._answer())
-
-    def _answer(self) -> str:
-        assert self.process and self.process.stdout
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"the engine server ended with status {self.process.wait()}")
-        return line.strip()
-
-
-ENGINES = Engines()
 
 
 @contextmanager

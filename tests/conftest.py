@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_server import EngineServer
 
 ENGINE_RUNNER = Path(__file__).parent / "engine_runner.py"
 ENGINE_TIMEOUT_S = 240
@@ -62,37 +63,60 @@ def engine_env() -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
+def engine_server(engine_env: dict[str, str]) -> Iterator[EngineServer]:
+    """Return the process that engines are forked from."""
+    # One thread, because a fork has none of its parent's. The sampler is the only thing that an eager engine
+    # compiles, which takes longer than the rest of its start.
+    server = EngineServer(engine_env | {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"})
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
 def run_engine(
-    tiny_model_path: Path, engine_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+    tiny_model_path: Path,
+    engine_env: dict[str, str],
+    engine_server: EngineServer,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> EngineRunner:
     """Return a function that runs an engine in its own process and gives back what `engine_runner.py` says.
 
-    ``run_engine(llm={...}, steps=[...], env={...})``: ``llm`` are keywords of ``vllm.LLM`` (its model is the
-    tiny one unless named), ``steps`` what to do with it, ``env`` is added to the environment. The answer
-    holds ``results``, one for each step, and ``log``, everything the process printed.
+    ``run_engine(llm={...}, steps=[...], env={...})``: ``llm`` are keywords of `vllm.LLM` (its model is the
+    tiny one unless named), ``steps`` what to do with it, ``env`` is added to the environment. With
+    ``fresh=True`` the process starts from nothing, as a user's does, spawns others, and compiles; else it and
+    they are forks of one that has vLLM imported. The answer holds ``results``, one for each step, ``exit``,
+    the exit status, and ``log``, everything the process printed.
     """
 
     def run(
         llm: dict[str, Any] | None = None,
         steps: list[dict[str, Any]] | None = None,
         env: dict[str, str] | None = None,
+        fresh: bool = False,
         **options: Any,
     ) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp("engine")
         job, answer, log = folder / "job.json", folder / "answer.json", folder / "log.txt"
         llm = {"model": str(tiny_model_path), **(llm or {})}
         job.write_text(json.dumps({"llm": llm, "steps": steps or [], **options}))
-        with log.open("w") as output:
-            process = subprocess.run(
-                [sys.executable, str(ENGINE_RUNNER), str(job), str(answer)],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**engine_env, **(env or {})},
-                timeout=ENGINE_TIMEOUT_S,
-                check=False,
-            )
+        if fresh:
+            status = _run_fresh(job, answer, log, {**engine_env, **(env or {})})
+        else:
+            status = engine_server.run(job, answer, log, env or {}, ENGINE_TIMEOUT_S)
         text = log.read_text(errors="replace")
-        assert answer.exists(), f"the engine gave no answer (exit {process.returncode}):\n{text[-6000:]}"
-        return {**json.loads(answer.read_text()), "exit": process.returncode, "log": text}
+        assert answer.exists(), f"the engine gave no answer (exit {status}):\n{text[-6000:]}"
+        return {**json.loads(answer.read_text()), "exit": status, "log": text}
 
     return run
+
+
+def _run_fresh(job: Path, answer: Path, log: Path, env: dict[str, str]) -> int:
+    with log.open("w") as output:
+        return subprocess.run(
+            [sys.executable, str(ENGINE_RUNNER), str(job), str(answer)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=env,
+            timeout=ENGINE_TIMEOUT_S,
+            check=False,
+        ).returncode

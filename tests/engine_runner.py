@@ -24,8 +24,13 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
 def main() -> None:
+    """Run the job that the command line names."""
+    run(*map(Path, sys.argv[1:]))
+
+
+def run(job_file: Path, answer_file: Path) -> None:
     """Read the job, run it, write the answer."""
-    job = json.loads(Path(sys.argv[1]).read_text())
+    job = json.loads(job_file.read_text())
     if job.get("import_first"):
         import vllm_integration  # noqa: F401
     from vllm import LLM
@@ -42,7 +47,7 @@ def main() -> None:
         answer["error"] = {"type": type(error).__name__, "text": str(error)}
     else:
         answer["results"] = [STEPS[step.pop("do")](llm, **step) for step in job["steps"]]
-    Path(sys.argv[2]).write_text(json.dumps(answer))
+    answer_file.write_text(json.dumps(answer))
 
 
 def time_initialization(seconds: dict[str, float]) -> None:

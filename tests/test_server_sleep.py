@@ -32,7 +32,7 @@ def server(tiny_model_path: Path, engine_env: dict[str, str], tmp_path_factory: 
         "VLLM_SERVER_DEV_MODE": "1",  # opens /sleep, /wake_up, /is_sleeping and /collective_rpc
         "PYTHONPATH": str(Path(__file__).parent),
         "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     server = Server(tiny_model_path, tmp_path_factory.mktemp("sleep") / "log.txt", env, *FLAGS, *OPTION)
     try:

@@ -30,7 +30,7 @@ SAMPLE = {"do": "generate", "prompts": PROMPTS[:4], "max_tokens": 12, "temperatu
 SNAPSHOT = {"do": "rpc", "method": "ekv_snapshot"}
 # How many threads compute, and which requests share a batch, decides the last bits; the latter is a matter of
 # time when the engine is another process.
-ENV = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
+ENV = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 OTHER_PROCESS = ENV | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 SINGLES = [{"do": "generate", "prompts": [prompt], "max_tokens": 16} for prompt in (PROMPTS[2], PROMPTS[5])]
 STEPS = [*SINGLES, GENERATE, GENERATE, SAMPLE]
@@ -47,9 +47,9 @@ def stock(run_engine: Run) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def flagged(run_engine: Run) -> dict[str, Any]:
-    """An engine with the flag, in this one process, sized by what is free."""
+    """An engine with the flag, as a user starts it in one process, sized by what is free."""
     steps = [*STEPS, {"do": "figures"}, SNAPSHOT, {"do": "views"}]
-    return run_engine(SMALL | FLAG, steps, ENV, import_first=True)
+    return run_engine(SMALL | FLAG, steps, ENV, fresh=True, import_first=True)
 
 
 def warnings_of(log: str) -> list[str]:
@@ -136,6 +136,7 @@ def test_engine_in_its_own_process_is_the_same(run_engine: Run, stock: list[Any]
         SMALL | FLAG,
         [*SINGLES, {"do": "figures"}, SNAPSHOT],
         OTHER_PROCESS,
+        fresh=True,
         import_first=True,
     )
     assert answer["error"] is None
@@ -161,7 +162,7 @@ def test_two_ranks_commit_the_same_blocks(run_engine: Run, stock: list[Any]) -> 
     answer = run_engine(
         SMALL | FLAG | {"pipeline_parallel_size": 2},
         [*SINGLES, {"do": "figures"}, SNAPSHOT],
-        OTHER_PROCESS | {"VLLM_CPU_OMP_THREADS_BIND": "0|0"},
+        OTHER_PROCESS,
         import_first=True,
     )
     assert answer["error"] is None
