@@ -92,9 +92,14 @@ def sanitizer(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def pool(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """`pool_bench.py` in a process of its own."""
+    yield from bench("pool_bench.py")
+
+
+def bench(script: str, *options: str) -> Iterator[dict[str, Any]]:
+    """Run a benchmark in a process of its own, and pass its records on."""
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "pool.json"
-        command = [sys.executable, str(ROOT / "benchmarks" / "pool_bench.py"), "--output", str(file)]
+        file = Path(folder) / "results.json"
+        command = [sys.executable, str(ROOT / "benchmarks" / script), "--output", str(file), *options]
         subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.DEVNULL)
         yield from results.read(file)["records"]
 
@@ -177,7 +182,8 @@ def startup(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def sleep(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Levels 1 and 2 beside vLLM's cumem, with graphs, and alone; prefix hits over a nap."""
+    """What a nap costs; levels 1 and 2 beside vLLM's cumem, with graphs, and alone; prefix hits over a nap."""
+    yield from bench("sleep_bench.py", "--gib", "8", "--rounds", "3")
     yield from sleep_records(base(args), args.output / "engines.log", PROMPTS)
 
 
