@@ -182,7 +182,7 @@ def startup(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def sleep(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What a nap costs; levels 1 and 2 beside vLLM's cumem, with graphs, and alone; prefix hits over a nap."""
+    """What a nap costs; levels 1 and 2 beside vLLM's cumem, with graphs; alone; prefix hits over a nap."""
     yield from bench("sleep_bench.py", "--gib", "8", "--rounds", "3")
     yield from sleep_records(base(args), args.output / "engines.log", PROMPTS)
 
