@@ -145,6 +145,18 @@ WIDEST_STEP = (
         "is given wider metadata while the widest step runs",
     ),
     Target("vllm.multimodal.encoder_budget", "MultiModalBudget.get_encoder_budget", (), "what is to be held"),
+    Target(
+        "vllm.v1.worker.gpu.spec_decode.rejection_sampler",
+        "get_max_chunk_logits",
+        ("vocab_size",),
+        "how many rows of drafts the V2 runner has in fp32 at once",
+    ),
+    Target(
+        "vllm.v1.worker.lora_model_runner_mixin",
+        "LoRAModelRunnerMixin.maybe_dummy_run_with_lora",
+        ("lora_config", "num_scheduled_tokens", "num_sampled_tokens"),
+        "an adapter for each row that the widest step samples",
+    ),
 )
 
 RELIED_ON = (

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+from vllm_integration.draft_logits import make_draft_logits
 from vllm_integration.least_cache import run_in_least_cache
 from vllm_integration.measure import quiet_random
 from vllm_integration.widest_sampling import max_requests, not_measured, samples, widest_sampling
@@ -56,11 +57,16 @@ def run_widest_step(worker: Any, num_blocks: int) -> None:
         stack.enter_context(widest_sampling(worker))
         if device.type == "cuda":
 
+            def sample() -> None:
+                make_draft_logits(worker)
+                _sample_most_rows(worker)
+
             def forward() -> None:
                 runner.profile_run()
+                make_draft_logits(worker)
                 _verify_drafts(worker, num_blocks)
 
-            run_in_least_cache(worker, lambda: _sample_most_rows(worker), forward)
+            run_in_least_cache(worker, sample, forward)
         else:
             _sample_most_rows(worker)
             compiled = worker.compilation_config.mode != CompilationMode.NONE
