@@ -334,3 +334,42 @@ def test_layer_in_several_pieces_is_named(make_cache: Callable[..., Cache]) -> N
     assert KVCacheLayout["LHBNC"]
     assert reason("LBHNC") is None
     assert "is given each layer in one piece, and LHBNC has it in several" in (reason("LHBNC") or "")
+
+
+@pytest.fixture
+def allow() -> Iterator[Callable[[int], None]]:
+    """Set how much more than now the host driver may hold, in bytes."""
+    from allocator import memory_info
+    from allocator.shim import lib
+
+    def more(num_bytes: int) -> None:
+        lib.ekv_host_configure(0, 1 << 40)
+        used = (1 << 40) - memory_info("cpu")[0]
+        lib.ekv_host_configure(0, used + num_bytes)
+
+    yield more
+    lib.ekv_host_configure(0, 0)
+
+
+def test_commit_in_one_piece_that_fails_leaves_the_prefix_and_works_with_less(
+    allow: Callable[[int], None],
+) -> None:
+    """The prefix is given back first, so that what just fits does; a failure, or a roll-back, restores it."""
+    from vllm_integration.stages import Stages
+    from vllm_integration.worker_state import WorkerCache
+
+    cache = WorkerCache.__new__(WorkerCache)
+    cache.registered, cache.rank, cache.prefix_blocks, cache.stages = True, 3, 16, Stages()
+    cache.pool, view = make_pool("cpu", num_blocks=63, **cache.memory_settings())
+    cache.pool.commit(16)
+    allow(cache.pool.bytes_for(40) - cache.pool.bytes_for(16))
+    failed = cache.commit(None, 60)
+    assert failed["rank"] == 3
+    assert "host: " in failed["error"]
+    assert cache.pool.committed_blocks == 16
+    assert not view[:, :16].any()
+    assert cache.commit(None, 40)["error"] is None
+    check_one_handle_each(cache.pool)
+    cache.rollback(types.SimpleNamespace(device=torch.device("cpu")))
+    assert cache.pool.committed_blocks == 16
+    assert cache.pool.physical_bytes == cache.pool.bytes_for(16)

@@ -9,7 +9,15 @@ from pools import MIB, assert_filled, fill, make_pool
 
 from allocator import PoolOutOfMemoryError, memory_info
 from allocator.shim import lib
-from vllm_integration.sleep import EngineSleep, attach, wrap_core_sleep, wrap_sleep, wrap_wake_up
+from vllm_integration import worker_connectors
+from vllm_integration.sleep import (
+    EngineSleep,
+    attach,
+    wrap_core_sleep,
+    wrap_discard,
+    wrap_sleep,
+    wrap_wake_up,
+)
 from vllm_integration.worker_sleep import SleepingWorker
 
 NUM_BLOCKS, BLOCK_BYTES = 64, MIB // 8
@@ -65,8 +73,15 @@ class Executor:
             self.collective_rpc("wake_up", (tags,))
             self.sleeping_tags -= set(tags or self.sleeping_tags)
 
+    def _discard(self, tags: tuple[str, ...]) -> None:
+        try:
+            self.collective_rpc("discard", (tags,))
+        finally:
+            self.sleeping_tags |= set(tags)
+
     sleep = wrap_sleep(_sleep)
     wake_up = wrap_wake_up(_wake_up)
+    discard = wrap_discard(_discard)
 
 
 class Core:
@@ -74,6 +89,7 @@ class Core:
 
     def __init__(self, workers: list[Worker], cached: list[int]) -> None:
         self.model_executor = Executor(workers)
+        self.vllm_config = SimpleNamespace(kv_transfer_config=None)
         blocks = [
             SimpleNamespace(block_id=b, ref_cnt=b % 2, block_hash=None if b % 2 else b, is_null=b == 0)
             for b in cached
@@ -251,3 +267,93 @@ def test_hundred_naps_leave_nothing_behind(core: Core) -> None:
         sizes.add(worker.pool.physical_bytes)
     assert len(sizes) == 1
     assert_filled(worker.view, 1, 3)
+
+
+class Registered:
+    """A connector that notes how many blocks of each rank are there when it is called."""
+
+    def __init__(self, core: Core) -> None:
+        self.core, self.calls = core, []
+
+    def unregister_kv_caches(self) -> None:
+        self.calls.append(("unregister", committed(self.core)))
+
+    def restore_kv_caches(self) -> None:
+        self.calls.append(("restore", committed(self.core)))
+
+
+def test_connector_gives_memory_up_while_it_is_there_and_takes_it_when_it_is_back(
+    core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector = Registered(core)
+    monkeypatch.setattr(worker_connectors, "current", lambda: connector)
+    core.sleep(1)
+    assert [call for call, _ in connector.calls] == ["unregister"] * 2
+    assert [blocks[rank] for rank, (_, blocks) in enumerate(connector.calls)] == [48, 48]
+    connector.calls.clear()
+    core.model_executor.wake_up(["weights"])
+    assert connector.calls == []
+    core.model_executor.wake_up(["kv_cache"])
+    assert connector.calls == [("restore", [48, 48])] * 2
+    connector.calls.clear()
+    core.model_executor.discard(("kv_cache",))
+    assert [call for call, _ in connector.calls] == ["unregister"] * 2
+
+
+def test_connector_that_cannot_register_again_leaves_the_cache_asleep(
+    core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector = Registered(core)
+    monkeypatch.setattr(worker_connectors, "current", lambda: connector)
+    core.sleep(1)
+    monkeypatch.setattr(connector, "restore_kv_caches", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        core.model_executor.wake_up()
+    assert 0 in committed(core)
+
+
+class SimpleCPUOffloadConnector:
+    """Its worker's part, of which a thread has still to start copies up to `last`, and has started `done`."""
+
+    def __init__(self, last: int, done: list[int]) -> None:
+        self.worker_handler = self
+        self._pending_load_event_indices: set[int] = set()
+        self._pending_store_event_indices = {last - 1, last}
+        self.done = done
+
+    def _poll_stream_events(self, is_store: bool) -> int:
+        return self.done.pop(0) if len(self.done) > 1 else self.done[0]
+
+
+def test_sleep_waits_for_copies_that_a_thread_has_still_to_start(
+    core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector = SimpleCPUOffloadConnector(7, [4, 5, 6, 7])
+    monkeypatch.setattr(worker_connectors, "current", lambda: connector)
+    core.sleep(1)
+    assert connector.done == [7]
+    assert committed(core) == [0, 0]
+
+
+@pytest.mark.parametrize("call", ["sleep", "discard"])
+def test_copies_that_do_not_end_refuse_a_sleep_before_anything_is_given_back(
+    core: Core, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    connector = SimpleCPUOffloadConnector(7, [6])
+    monkeypatch.setattr(worker_connectors, "current", lambda: connector)
+    monkeypatch.setattr(worker_connectors, "IDLE_TIMEOUT_S", 0.02)
+    with pytest.raises(RuntimeError, match="SimpleCPUOffloadConnector is still copying"):
+        core.sleep(1) if call == "sleep" else core.model_executor.discard(("kv_cache",))
+    assert committed(core) == [48, 48]
+    assert core.model_executor.sleeping_tags == set()
+    assert all(worker.calls == [] for worker in core.model_executor.workers)
+
+
+def test_connector_that_cannot_sleep_refuses_before_a_request_is_aborted(core: Core) -> None:
+    core.model_executor.ekv_sleep.refusal = "the KV connector X has registered the cache's memory"
+    with pytest.raises(RuntimeError, match="the engine cannot sleep: the KV connector X has registered"):
+        core.sleep(1)
+    with pytest.raises(RuntimeError, match="the engine cannot sleep"):
+        core.model_executor.discard(("kv_cache",))
+    assert core.paused == []
+    assert committed(core) == [48, 48]

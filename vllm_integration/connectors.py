@@ -85,8 +85,8 @@ def sleep_reason(vllm_config: Any) -> str | None:
         supports = getattr(connector, "supports_sleep_mode", lambda transfer: True)
         if not all(hooks) or not supports(transfer):
             return (
-                f"the KV connector {transfer.kv_connector} has registered the cache's memory and has no way to "
-                "give it up and to register it again (vLLM's NixlConnector over UCX has, from 0.33 on)"
+                f"the KV connector {transfer.kv_connector} has registered the cache's memory and has no way "
+                "to give it up and to register it again (vLLM's NixlConnector over UCX has, from 0.33 on)"
             )
     return None
 

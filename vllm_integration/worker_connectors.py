@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -106,9 +107,8 @@ def connect(worker: Any, told: Deferred, pool: Any, num_blocks: int) -> None:
 
 def current() -> Any:
     """Return this process's connector, or None."""
-    from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
-
-    return get_kv_transfer_group() if has_kv_transfer_group() else None
+    state = sys.modules.get("vllm.distributed.kv_transfer.kv_transfer_state")
+    return state._KV_CONNECTOR_AGENT if state is not None else None
 
 
 def final_config(config: Any, num_blocks: int) -> Any:
