@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from connector_proof import connector_records
 from engines import ROOT, UTILIZATION, budget_left, model_path, run_engine, story, used_note
 from ranks_proof import tp_records
 from sizing_proof import sizing_records
@@ -187,6 +188,11 @@ def sleep(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     yield from sleep_records(base(args), args.output / "engines.log", PROMPTS)
 
 
+def connectors(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """CPU offload with evicted blocks, and NIXL between two engines; 8 layers are enough: `--layers 8`."""
+    yield from connector_records(base(args), args.output / "engines.log")
+
+
 def sizing(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """At the edge of the device: where stock vLLM runs out of memory, and what each leaves of its budget."""
     yield from sizing_records(args)
@@ -252,6 +258,7 @@ PARTS = {
     "startup": startup,
     "sleep": sleep,
     "sizing": sizing,
+    "connectors": connectors,
     "tp2": tp2,
 }
 TWO_GPUS = ("tp2",)
