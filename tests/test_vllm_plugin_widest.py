@@ -78,54 +78,63 @@ def test_drafts_of_all_requests_fit_one_step(requests: int, tokens: int, drafts:
     [(1024, 16384, 14, 15_360), (1024, 16384, 16, 16_384), (16, 2048, 16, 272), (4, 8, 16, 8)],
 )
 def test_most_draft_rows_of_one_step(requests: int, tokens: int, drafts: int, rows: int) -> None:
-    from vllm_integration.draft_logits import most_draft_rows
+    from vllm_integration.widest_logits import most_draft_rows
 
     assert most_draft_rows(requests, tokens, drafts) == rows
 
 
+@pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("chunk", [5, 1000])
-def test_v2_logits_of_all_drafts_are_made_whole(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+def test_v2_logits_of_drafts_and_prompts_are_made_whole(
+    monkeypatch: pytest.MonkeyPatch, chunk: int, lora: bool
+) -> None:
     """Case 6: 16 requests with 16 drafts each. The V2 runner needs a GPU; its tensors do not."""
     import sys
 
     import torch
 
-    from vllm_integration import draft_logits
+    from vllm_integration import widest_logits
 
     made: list[tuple[Any, ...]] = []
     empty = torch.empty
 
     def recorded(size: Any, **options: Any) -> Any:
-        made.append((tuple(size), options["dtype"]))
+        made.append((*size, options["dtype"]))
         return empty(size, **options)
 
     def compute_logits(hidden: Any) -> Any:
-        made.append((tuple(hidden.shape), hidden.dtype))
+        assert not lora
+        made.append((hidden.shape[0], 48, hidden.dtype))
         return hidden.new_empty((hidden.shape[0], 48))
 
+    v2 = "vllm.v1.worker.gpu."
     sampler = types.SimpleNamespace(get_max_chunk_logits=lambda vocabulary: chunk)
-    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu.spec_decode.rejection_sampler", sampler)
-    monkeypatch.setattr(draft_logits, "samples", lambda worker: True)
+    monkeypatch.setitem(sys.modules, v2 + "spec_decode.rejection_sampler", sampler)
+    prompts = types.SimpleNamespace(CHUNK_SIZE=512)
+    package = types.SimpleNamespace(prompt_logprob=prompts)
+    monkeypatch.setitem(sys.modules, v2 + "sample", package)
+    monkeypatch.setattr(widest_logits, "samples", lambda worker: True)
     monkeypatch.setattr(torch, "empty", recorded)
     warned: list[Any] = []
-    monkeypatch.setattr(draft_logits, "not_measured", lambda *args: warned.append(args))
+    monkeypatch.setattr(widest_logits, "not_measured", lambda *args: warned.append(args))
+    speculative = types.SimpleNamespace(num_speculative_tokens=16)
     worker = types.SimpleNamespace(
         device=torch.device("cpu"),
         use_v2_model_runner=True,
-        vllm_config=types.SimpleNamespace(
-            speculative_config=types.SimpleNamespace(num_speculative_tokens=16)
-        ),
+        vllm_config=types.SimpleNamespace(speculative_config=speculative, lora_config=lora or None),
         scheduler_config=types.SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=2048),
-        model_config=types.SimpleNamespace(dtype=torch.bfloat16, get_hidden_size=lambda: 32),
+        model_config=types.SimpleNamespace(
+            dtype=torch.bfloat16, get_hidden_size=lambda: 32, get_vocab_size=lambda: 48
+        ),
         model_runner=types.SimpleNamespace(model=types.SimpleNamespace(compute_logits=compute_logits)),
     )
-    draft_logits.make_draft_logits(worker)
-    rows = 16 * 17
-    assert made == [((rows, 32), torch.bfloat16), ((min(rows, chunk), 48), torch.float32)]
+    widest_logits.make_widest_logits(worker)
+    drafts = [(272, 48, torch.bfloat16), (min(272, chunk), 48, torch.float32)]
+    assert made == [*drafts, (512, 48, torch.bfloat16)]
     assert not warned
     worker.model_runner.batch_sharder = object()
-    draft_logits.make_draft_logits(worker)
-    assert len(made) == 2 and warned
+    widest_logits.make_widest_logits(worker)
+    assert len(made) == 4 and "drafts" in warned[0][0]
 
 
 def budget(cache_size: int, per_item: int, items: int, compute: int = 1 << 20) -> Any:

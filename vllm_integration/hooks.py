@@ -152,6 +152,13 @@ WIDEST_STEP = (
         "how many rows of drafts the V2 runner has in fp32 at once",
     ),
     Target(
+        "vllm.v1.worker.gpu.sample.prompt_logprob",
+        "CHUNK_SIZE",
+        None,
+        "tokens of prompts whose logits exist at once",
+        releases=("0.31", "0.32", "0.33"),
+    ),
+    Target(
         "vllm.v1.worker.lora_model_runner_mixin",
         "LoRAModelRunnerMixin.maybe_dummy_run_with_lora",
         ("lora_config", "num_scheduled_tokens", "num_sampled_tokens"),

@@ -1,7 +1,7 @@
 """The widest step the scheduler can schedule, once more on a model that is warmed up.
 
 vLLM's `profile_run` does most of it: a prefill of `max_num_batched_tokens`, with the multimodal encoder's
-outputs held beside it. What it leaves out is added here: the rows of speculative decoding, the features of
+outputs held beside it. What it leaves out is added here: the logits of drafts and of prompts, the features of
 sampling that need memory only while they are used, and the part of the encoder cache that its dummy inputs do
 not fill.
 """
@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-from vllm_integration.draft_logits import make_draft_logits
 from vllm_integration.least_cache import run_in_least_cache
 from vllm_integration.measure import quiet_random
+from vllm_integration.widest_logits import make_widest_logits
 from vllm_integration.widest_sampling import max_requests, not_measured, samples, widest_sampling
 
 __all__ = ["clamped", "encoder_shortfall_tokens", "run_widest_step"]
@@ -58,12 +58,12 @@ def run_widest_step(worker: Any, num_blocks: int) -> None:
         if device.type == "cuda":
 
             def sample() -> None:
-                make_draft_logits(worker)
+                make_widest_logits(worker)
                 _sample_most_rows(worker)
 
             def forward() -> None:
                 runner.profile_run()
-                make_draft_logits(worker)
+                make_widest_logits(worker)
                 _verify_drafts(worker, num_blocks)
 
             run_in_least_cache(worker, sample, forward)
