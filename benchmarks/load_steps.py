@@ -10,9 +10,12 @@ of memory under load is a result.
 """
 
 import random
+import signal
 import time
 from typing import Any
 
+# An engine that died under load may hang where it ends: its process is killed then.
+EXIT_LIMIT_S = 45
 # All tokens of "drafts", in prompts and continuations: each was seen before, so there is always a draft.
 FEW_TOKENS = (301, 302, 303, 304)
 
@@ -72,6 +75,7 @@ def wide_load(
             answer["generated_tokens"] += sum(len(request.outputs[0].token_ids) for request in outputs)
             answer["rounds"] += 1
     except Exception as error:
+        signal.alarm(EXIT_LIMIT_S)
         answer["error"] = {"type": type(error).__name__, "text": str(error)}
     return {**answer, **widest.figures(), "seconds": time.perf_counter() - start, "ended": time.time()}
 
