@@ -83,8 +83,8 @@ def run_engine(
 
     ``run_engine(llm={...}, steps=[...], env={...})``: ``llm`` are keywords of `vllm.LLM` (its model is the
     tiny one unless named), ``steps`` what to do with it, ``env`` is added to the environment. With
-    ``fresh=True`` the process starts from nothing, as a user's does, spawns others, and compiles; else it and
-    they are forks of one that has vLLM imported. The answer holds ``results``, one for each step, ``exit``,
+    ``fresh=True`` the process starts from nothing, as a user's does, and compiles; else it and its children
+    are forks of one that has vLLM imported. The answer holds ``results``, one for each step, ``exit``,
     the exit status, and ``log``, everything the process printed.
     """
 

@@ -124,7 +124,7 @@ def _become_engine(request: dict[str, Any]) -> None:
     from vllm import envs
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
+    if current_platform.is_cpu() and "VLLM_WORKER_MULTIPROC_METHOD" not in request["env"]:
         # The CPU platform asks for `spawn`, and each engine core and worker would import vLLM again.
         envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
 

@@ -1,6 +1,7 @@
 """A real `vllm serve` on loopback for tests: start, wait until healthy, ask, stop, leave nothing behind."""
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +77,12 @@ class Server:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port that the kernel gives to nobody else before the server, in a while, listens there."""
+    draw = random.SystemRandom()
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", draw.randrange(15_000, 30_000)))
+            return probe.getsockname()[1]
 
 
 def _processes() -> list[tuple[int, str]]:

@@ -32,6 +32,8 @@ SNAPSHOT = {"do": "rpc", "method": "ekv_snapshot"}
 # time when the engine is another process.
 ENV = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 OTHER_PROCESS = ENV | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+# As a user's: each further process imports vLLM and knows only what it was sent.
+SPAWNED = OTHER_PROCESS | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 SINGLES = [{"do": "generate", "prompts": [prompt], "max_tokens": 16} for prompt in (PROMPTS[2], PROMPTS[5])]
 STEPS = [*SINGLES, GENERATE, GENERATE, SAMPLE]
 
@@ -135,8 +137,7 @@ def test_engine_in_its_own_process_is_the_same(run_engine: Run, stock: list[Any]
     answer = run_engine(
         SMALL | FLAG,
         [*SINGLES, {"do": "figures"}, SNAPSHOT],
-        OTHER_PROCESS,
-        fresh=True,
+        SPAWNED,
         import_first=True,
     )
     assert answer["error"] is None

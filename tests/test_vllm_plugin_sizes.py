@@ -8,10 +8,10 @@ from test_vllm_plugin import (
     ENV,
     FLAG,
     MIB,
-    OTHER_PROCESS,
     PROMPTS,
     SMALL,
     SNAPSHOT,
+    SPAWNED,
     check_engine_is_consistent,
     check_stands_aside,
     warnings_of,
@@ -136,8 +136,8 @@ def test_connector_makes_the_plugin_stand_aside_with_one_warning(run_engine: Run
 
 def test_engine_core_without_the_plugin_is_told_of(run_engine: Run) -> None:
     """The flag came in through an import, and the other process was told not to load plugins."""
-    env = OTHER_PROCESS | {"VLLM_PLUGINS": "none"}
-    answer = run_engine(SMALL | FLAG, [FIGURES, SNAPSHOT], env, fresh=True, import_first=True)
+    env = SPAWNED | {"VLLM_PLUGINS": "none"}
+    answer = run_engine(SMALL | FLAG, [FIGURES, SNAPSHOT], env, import_first=True)
     assert answer["error"] is None
     (warning,) = warnings_of(answer["log"])
     assert "the process of the engine core has not loaded the plugin" in warning
