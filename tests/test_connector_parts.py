@@ -10,6 +10,7 @@ import torch
 from pools import make_pool
 
 from allocator import PoolValueError
+from vllm_integration import worker_connectors
 from vllm_integration.narrowing import Narrowing, check_one_handle_each
 
 BLOCKS = 7
@@ -82,7 +83,11 @@ def specs(kind: str) -> dict[str, Any]:
     full = FullAttentionSpec(**sizes)
     if kind == "latent":
         full = MLAAttentionSpec(**sizes | {"num_kv_heads": 1})
-    other = SlidingWindowSpec(**sizes, sliding_window=64) if kind == "two groups" else full
+    other = full
+    if kind == "two groups":
+        other = SlidingWindowSpec(**sizes, sliding_window=64)
+    elif kind == "two sizes":
+        other = FullAttentionSpec(**sizes | {"head_size": 128})
     return {f"model.layers.{i}.self_attn.attn": (full, other)[i % 2] for i in range(4)}
 
 
@@ -118,8 +123,6 @@ class Cache:
         )
 
     def connect(self) -> Any:
-        from vllm_integration import worker_connectors
-
         worker_connectors.connect(self.worker, self.told, self.pool, BLOCKS)
         return worker_connectors.current()
 
@@ -148,7 +151,12 @@ OFFLOADING = {
     "kv_connector": "OffloadingConnector",
     "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
 }
-EVERY_LAYOUT = [(kind, layout) for kind in ("full", "two groups", "latent") for layout in LAYOUTS]
+EVERY_LAYOUT = [
+    (kind, layout)
+    for kind in ("full", "two groups", "two sizes", "latent")
+    for layout in LAYOUTS
+    if (kind, layout) != ("two sizes", "BHLNC")  # vLLM refuses it
+]
 
 
 @pytest.mark.vllm
@@ -250,6 +258,10 @@ def test_simple_offload_moves_committed_blocks_only(
     cache = make_cache(kind, layout, multi)
     cache.connect()
     (caches,) = regions
+    # 0.29 takes the size for that of one storage.
+    handler = worker_connectors.current()._connectors[0].worker_handler
+    sizes = {t.size // t.block_stride for t in handler.kv_cache_config.kv_cache_tensors}
+    assert sizes == {BLOCKS}
     for region in caches.values():
         assert region.shape[0] == BLOCKS
         cache.assert_committed(region)
@@ -314,26 +326,42 @@ def test_connector_that_cannot_have_it_is_named(vllm_config: Any, transfer: Any,
     assert reason in (engine_reason(vllm_config) or "")
 
 
+def layout_reason(vllm_config: Any, kind: str, layout: str, transfer: Any) -> str | None:
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+    from vllm_integration import connectors, worker_checks
+
+    vllm_config.cache_config.kv_cache_layout, vllm_config.kv_transfer_config = layout, transfer
+    (planned,) = get_kv_cache_configs(vllm_config, [specs(kind)], [16 << 20])
+    worker = types.SimpleNamespace(vllm_config=vllm_config, cache_config=vllm_config.cache_config)
+    worker._ekv = types.SimpleNamespace(registered=connectors.registers_memory(vllm_config))
+    return worker_checks.layout_reason(worker, planned)
+
+
 @pytest.mark.vllm
-def test_layer_in_several_pieces_is_named(make_cache: Callable[..., Cache]) -> None:
-    from vllm.v1.kv_cache_layout import KVCacheLayout
+def test_layer_in_several_pieces_is_named(vllm_config: Any) -> None:
+    nixl = _transfer("NixlConnector")
+    assert layout_reason(vllm_config, "full", "LBHNC", nixl) is None
+    assert layout_reason(vllm_config, "full", "BLHNC", nixl) is None
+    named = layout_reason(vllm_config, "full", "LHBNC", nixl)
+    assert (
+        named
+        == "the KV connector NixlConnector is given each layer in one piece, and LHBNC has it in several"
+    )
+    assert layout_reason(vllm_config, "full", "LHBNC", None) is None
 
-    from vllm_integration import worker_checks
 
-    def reason(layout: str) -> str | None:
-        cache = make_cache("full", "LBHNC", RECORDING)
-        config = cache.worker.vllm_config
-        config.cache_config.kv_cache_layout = layout
-        worker = types.SimpleNamespace(vllm_config=config, cache_config=config.cache_config)
-        worker._ekv = types.SimpleNamespace(registered=True)
-        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
-
-        (planned,) = get_kv_cache_configs(config, [specs("full")], [16 << 20])
-        return worker_checks.layout_reason(worker, planned)
-
-    assert KVCacheLayout["LHBNC"]
-    assert reason("LBHNC") is None
-    assert "is given each layer in one piece, and LHBNC has it in several" in (reason("LHBNC") or "")
+@pytest.mark.vllm
+@pytest.mark.parametrize(("version", "named"), [("0.29.1", True), ("0.30.0", False)])
+def test_layers_of_several_sizes_are_too_much_for_simple_offload_of_old(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch, version: str, named: bool
+) -> None:
+    monkeypatch.setattr("vllm.version.__version__", version)
+    simple = _transfer("SimpleCPUOffloadConnector")
+    assert layout_reason(vllm_config, "full", "LBHNC", simple) is None
+    reason = layout_reason(vllm_config, "two sizes", "LBHNC", simple)
+    assert (reason is not None and "takes all layers to be of one size" in reason) is named
+    assert layout_reason(vllm_config, "two sizes", "LBHNC", _transfer("NixlConnector")) is None
 
 
 @pytest.fixture

@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["connector_reason", "leaves", "registers_memory", "settle", "sleep_reason", "uses_layers"]
+__all__ = [
+    "connector_reason",
+    "leaves",
+    "registers_memory",
+    "settle",
+    "sleep_reason",
+    "takes_one_size",
+    "uses_layers",
+]
 
 MULTI, SIMPLE_OFFLOAD = "MultiConnector", "SimpleCPUOffloadConnector"
 # vLLM's own that copy blocks in this process, on demand. All others are taken to register memory.
@@ -65,6 +73,17 @@ def connector_reason(vllm_config: Any) -> str | None:
 def registers_memory(vllm_config: Any) -> bool:
     """Return whether a configured connector may hand the cache's memory to a transport."""
     return any(not _is_vllms(connector, COPYING) for connector, _ in _configured(vllm_config))
+
+
+def takes_one_size(vllm_config: Any) -> bool:
+    """Return whether a configured connector cannot tell layers of several sizes apart by their storages.
+
+    Source: vLLM 0.29.0, v1/simple_kv_offload/worker.py; 0.30.0 goes by each tensor's place.
+    """
+    from vllm.version import __version__ as version
+
+    named = any(_is_vllms(connector, {SIMPLE_OFFLOAD}) for connector, _ in _configured(vllm_config))
+    return named and version.startswith("0.29.")
 
 
 def uses_layers(vllm_config: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_integration.allocation import view_specs_of_plan
+from vllm_integration.connectors import takes_one_size
 from vllm_integration.prefix import layer_specs
 
 __all__ = ["agreed", "agreed_least", "layout_reason", "reservable_bytes", "worker_reason"]
@@ -54,6 +55,9 @@ def _connector_reason(worker: Any, kv_cache_config: Any, views: list[Any]) -> st
     if any(view.outer_dims for view in views):
         layout = worker.cache_config.get_resolved_kv_cache_layout().name
         return f"the KV connector {name} is given each layer in one piece, and {layout} has it in several"
+    sizes = {tensor.block_stride for tensor in kv_cache_config.kv_cache_tensors}
+    if len(sizes) > 1 and takes_one_size(worker.vllm_config):
+        return f"the KV connector {name} of vLLM 0.29 takes all layers to be of one size"
     sink = any(getattr(spec, "sink_len", None) for spec in layer_specs(kv_cache_config))
     if sink and worker._ekv.registered:
         return f"the KV connector {name} needs memory in one piece, taken after warm-up wrote the sink blocks"
