@@ -48,11 +48,14 @@ def main() -> int:
     failed = []
     for part in args.parts.split(","):
         records: list[dict[str, Any]] = []
+        command = f"python benchmarks/gpu_proof.py --parts {part} --layers {args.layers}"
+        if part in ("sizing", "tp2"):
+            command += f" --load-seconds {args.load_seconds:g}"
+        if part in ("identity", "sizing") and args.configurations:
+            command += f" --configurations {args.configurations}"
         for item in PARTS[part](args):
             records.append(item)
-            data = results.build(
-                records, command=f"python benchmarks/gpu_proof.py --parts {part} --layers {args.layers}"
-            )
+            data = results.build(records, command=command)
             results.write(args.output / f"{part}.json", data)  # again after each record: a run may be cut off
         results.print_table(data)
         failed += results.failed(data)
