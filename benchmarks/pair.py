@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -161,14 +162,24 @@ def generate(
 
 def nap(llm: Any) -> dict[str, Any]:
     """Sleep and wake up; the pool's physical bytes while asleep and awake, or the error of the sleep."""
+    idle = drain(llm)
     try:
         llm.sleep(level=1)
     except RuntimeError as error:
-        return {"error": str(error)}
+        return {"error": str(error), "idle": idle}
     asleep = llm.collective_rpc("ekv_snapshot")[0]["physical_bytes"]
     llm.wake_up()
     awake = llm.collective_rpc("ekv_snapshot")[0]["physical_bytes"]
-    return {"error": None, "asleep_bytes": asleep, "awake_bytes": awake}
+    return {"error": None, "idle": idle, "asleep_bytes": asleep, "awake_bytes": awake}
+
+
+def drain(llm: Any, seconds: float = 20.0) -> bool:
+    """Step until the other engine has told that it fetched everything; whether it has within `seconds`."""
+    scheduler, deadline = llm.llm_engine.engine_core.engine_core.scheduler, time.monotonic() + seconds
+    while scheduler.has_requests() and time.monotonic() < deadline:
+        llm.llm_engine.step()
+        time.sleep(0.001)
+    return not scheduler.has_requests()
 
 
 def record_transfers() -> list[tuple[int, float]]:

@@ -401,3 +401,46 @@ def test_commit_in_one_piece_that_fails_leaves_the_prefix_and_works_with_less(
     cache.rollback(types.SimpleNamespace(device=torch.device("cpu")))
     assert cache.pool.committed_blocks == 16
     assert cache.pool.physical_bytes == cache.pool.bytes_for(16)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("v2", [False, True])
+def test_stand_in_is_told_what_a_connector_would_be_and_is_gone_afterwards(
+    make_cache: Callable[..., Cache], v2: bool
+) -> None:
+    """With the calls that either runner makes while it allocates; the size then is the reservation's."""
+    from vllm.distributed.kv_transfer import kv_transfer_state as state
+    from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR, get_kv_connector
+
+    cache = make_cache("full", "LBHNC", RECORDING, v2)
+    with worker_connectors.deferred(cache.worker, cache.config) as told:
+        state.ensure_kv_transfer_initialized(cache.worker.vllm_config, cache.config)
+        assert state.get_kv_transfer_group() is told
+        assert told.get_mem_pool_context() is None
+        if v2:
+            cache.worker.model_runner.kv_connector = get_kv_connector(
+                cache.worker.vllm_config, cache.told.caches
+            )
+        else:
+            told.register_kv_caches(cache.told.caches)
+            told.set_host_xfer_buffer_ops(print)
+        cache.config.kv_cache_groups.append("of the runner alone")
+    assert not state.has_kv_transfer_group()
+    assert told.caches is cache.told.caches
+    assert callable(told.copy_operation)
+    assert len(told.config.kv_cache_groups) == 1
+    if v2:
+        assert cache.worker.model_runner.kv_connector is NO_OP_KV_CONNECTOR
+    cache.config.kv_cache_groups.pop()
+    cache.told = told
+    assert cache.connect().num_blocks == BLOCKS
+
+
+@pytest.mark.vllm
+def test_without_a_connector_there_is_no_stand_in(vllm_config: Any) -> None:
+    from vllm.distributed.kv_transfer import has_kv_transfer_group
+
+    worker = types.SimpleNamespace(vllm_config=vllm_config)
+    with worker_connectors.deferred(worker, None) as told:
+        assert told is None
+        assert not has_kv_transfer_group()

@@ -52,6 +52,7 @@ def test_decode_goes_on_with_what_another_engine_prefilled(
     # Two, three and four blocks of 256 KiB each, in four layers.
     assert [size for size, _ in decoded["moved"]] == [(2 + i) * 4 * 131072 for i in range(3)]
     assert _outputs(decoded["outputs"]) == _outputs(reference)
+    assert [nap["idle"] for nap in naps] == [True, True]
     # vLLM 0.32 has no way to register again: the engines say so and go on.
     assert all("NixlConnector has registered the cache's memory" in nap["error"] for nap in naps)
     assert [output["tokens"] for output in again["outputs"]] == [one["tokens"] for one in reference]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_integration.log import logger
+
 __all__ = [
     "connector_reason",
     "leaves",
@@ -124,6 +126,12 @@ def settle(sizing: Any, num_blocks: int) -> None:
     failed = next((answer for answer in sizing.rpc("ekv_connect", num_blocks) if answer["error"]), None)
     if failed is not None:
         raise RuntimeError(f"rank {failed['rank']} could not set up its KV connector: {failed['error']}")
+    logger.info(
+        "Extensible KV cache: the KV connector %s works on %d committed blocks%s.",
+        vllm_config.kv_transfer_config.kv_connector,
+        num_blocks,
+        ", one allocation for each segment" if registers_memory(vllm_config) else "",
+    )
     # Since 0.33 the engine asks for this before warm-up, when there is no connector yet.
     cache_config = vllm_config.cache_config
     if getattr(cache_config, "simple_cpu_offload_num_blocks", None) is not None:
