@@ -13,7 +13,6 @@ from test_vllm_plugin import (
     SNAPSHOT,
     SPAWNED,
     check_engine_is_consistent,
-    check_stands_aside,
     warnings_of,
 )
 
@@ -125,13 +124,6 @@ def test_commit_that_comes_up_too_short_names_rank_call_and_code(run_engine: Run
     assert error["type"] == "SizingError"
     assert "rank 0 could not back 128 blocks of the KV cache: host: " in error["text"]
     assert "4 blocks would fit now, and one request of max_model_len 512 needs 5" in error["text"]
-
-
-def test_connector_makes_the_plugin_stand_aside_with_one_warning(run_engine: Run) -> None:
-    connector = {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}
-    answer = start(run_engine, connector, FIGURES, SNAPSHOT, VIEWS)
-    assert answer["error"] is None
-    check_stands_aside(answer, "the KV connector ExampleConnector", *answer["results"])
 
 
 def test_engine_core_without_the_plugin_is_told_of(run_engine: Run) -> None:
