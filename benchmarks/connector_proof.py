@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engines import FLAG, run_engine
+from engines import FLAG, portable, run_engine, with_shared_compile_cache
 from pair import Pair
 
 from allocator import results
@@ -98,7 +98,7 @@ def nixl_records(
     places = {"one_gpu": ("0", "0")}
     if pynvml.nvmlDeviceGetCount() > 1:
         places["two_gpus"] = ("0", "1")
-    sized = llm | {"kv_cache_memory_bytes": PAIR_CACHE_BYTES}
+    sized = with_shared_compile_cache(llm | {"kv_cache_memory_bytes": PAIR_CACHE_BYTES}, {})
     for name, devices in places.items():
         runs = {}
         for kind, config in (("flag", sized | {"additional_config": FLAG}), ("stock", sized)):
@@ -198,4 +198,4 @@ def _copies(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _true(name: str, value: bool, note: str = "") -> dict[str, Any]:
-    return results.record(name, value, "", limit=True, better="equal", note=note)
+    return results.record(name, value, "", limit=True, better="equal", note=portable(note))

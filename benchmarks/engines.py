@@ -21,10 +21,21 @@ from engine_server import EngineServer
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
 UTILIZATION = 0.9
-LIMIT_S = 300  # an engine that hangs is killed, so that the rest of a run is not lost with it
+LIMIT_S = 240  # an engine that hangs is killed, so that the rest of a run is not lost with it
 FLAG = {"extensible_kv_cache": True}
 # Progress bars and the like; everything else of an engine's log is kept.
 NOISE = re.compile(r"Capturing CUDA graphs|Loading safetensors|it/s\]|^\s*$")
+ABSOLUTE_PATH = re.compile(r"(?<![\w/.])/[\w.+-]+/[\w./+-]*")
+# What vLLM itself leaves out of the hash of its compile cache, and what only the parts it adds make of that.
+NOT_COMPILED = (
+    "cudagraph_capture_sizes",
+    "enable_prefix_caching",
+    "enable_sleep_mode",
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "kv_transfer_config",
+    "additional_config",
+)
 ENGINE_ENV = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -56,6 +67,8 @@ def run_engine(
             answer = json.loads(files["answer"].read_text())
         else:
             answer = {"error": {"type": "exit", "text": str(status)}, "results": [], "seconds": {}}
+    if answer["error"]:
+        answer["error"]["text"] = portable(answer["error"]["text"])
     label = f"{'flag' if on else 'stock'} {env}"
     print(label, answer["error"] or answer["seconds"], "peak", use["peaks"], "exit", status, flush=True)
     kept = [line for line in lines if not NOISE.search(line)]
@@ -67,12 +80,13 @@ def run_engine(
 
 
 def with_shared_compile_cache(llm: dict[str, Any], env: dict[str, str]) -> dict[str, Any]:
-    """Let the engines with and without the flag, and those of every layout, share what they compile.
+    """Let engines that compile the same code share it: with the flag and without, in every layout and size.
 
     vLLM would give each a cache of its own, 30 s of device time for the same code.
     """
     factors = {name: value for name, value in env.items() if name != "VLLM_KV_CACHE_LAYOUT"}
-    key = hashlib.sha256(json.dumps([llm, factors], sort_keys=True).encode()).hexdigest()[:16]
+    compiled = {name: value for name, value in llm.items() if name not in NOT_COMPILED}
+    key = hashlib.sha256(json.dumps([compiled, factors], sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"ekv-compiled-{key}"
     return {**llm, "compilation_config": {**llm.get("compilation_config", {}), "cache_dir": str(folder)}}
 
@@ -117,7 +131,12 @@ def sampled_use(devices: int = 1) -> Iterator[dict[str, Any]]:
 def story(run: dict[str, Any]) -> list[str]:
     """What the plugin logged: nothing without the flag."""
     parts = [line.split("Extensible KV cache: ", 1) for line in run["log"]]
-    return [part[1] for part in parts if len(part) > 1]
+    return [portable(part[1]) for part in parts if len(part) > 1]
+
+
+def portable(text: str) -> str:
+    """Return `text` without the paths of this machine, which results must not hold."""
+    return ABSOLUTE_PATH.sub("<path>", text)
 
 
 def budget_left(run: dict[str, Any]) -> float:

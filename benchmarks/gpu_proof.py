@@ -14,12 +14,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from connector_proof import connector_records
-from engines import ROOT, UTILIZATION, budget_left, model_path, run_engine, story, used_note
+from engines import ROOT, UTILIZATION, budget_left, model_path, portable, run_engine, story, used_note
 from ranks_proof import tp_records
 from sizing_proof import sizing_records
 from sleep_proof import sleep_records
@@ -47,20 +48,42 @@ def main() -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     failed = []
     for part in args.parts.split(","):
-        records: list[dict[str, Any]] = []
-        command = f"python benchmarks/gpu_proof.py --parts {part} --layers {args.layers}"
-        if part in ("sizing", "tp2"):
-            command += f" --load-seconds {args.load_seconds:g}"
-        if part in ("identity", "sizing") and args.configurations:
-            command += f" --configurations {args.configurations}"
-        for item in PARTS[part](args):
-            records.append(item)
-            data = results.build(records, command=command)
-            results.write(args.output / f"{part}.json", data)  # again after each record: a run may be cut off
-        results.print_table(data)
-        failed += results.failed(data)
+        failed += run_part(part, args)
     print("FAILED: " + ", ".join(failed) if failed else "all limits kept")
     return 1 if failed else 0
+
+
+def run_part(part: str, args: argparse.Namespace) -> list[str]:
+    """Run one part, write what it has after each record, and return the names of those that failed.
+
+    What a part raises is one failed record more, so that the parts after it still run.
+    """
+    command = f"python benchmarks/gpu_proof.py --parts {part} --layers {args.layers}"
+    if part in ("sizing", "tp2"):
+        command += f" --load-seconds {args.load_seconds:g}"
+    if part in ("identity", "sizing") and args.configurations:
+        command += f" --configurations {args.configurations}"
+    records: list[dict[str, Any]] = []
+    machine: dict[str, Any] = {}
+    for item in guarded(part, PARTS[part](args)):
+        records.append(item)
+        machine = machine or results.build(records, command=command)  # asks the driver, which takes time
+        # Again after each record: a run may be cut off.
+        results.write(args.output / f"{part}.json", {**machine, "records": records})
+    data = results.read(args.output / f"{part}.json")
+    results.print_table(data)
+    return results.failed(data)
+
+
+def guarded(part: str, items: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Pass `items` on; the last is a failed record where the part raised something."""
+    note = ""
+    try:
+        yield from items
+    except Exception as error:
+        traceback.print_exc()
+        note = portable(f"{type(error).__name__}: {error}")[:500]
+    yield results.record(f"{part}_ran_to_its_end", not note, "", limit=True, better="equal", note=note)
 
 
 def pool_tests(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -85,13 +108,23 @@ def sanitizer(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     process = subprocess.run(
         [*command, *options, *tests], cwd=ROOT, capture_output=True, text=True, check=False, timeout=400
     )
-    summary = re.findall(r"ERROR SUMMARY: (\d+) error", process.stdout)
-    passed = re.findall(r"(\d+) passed", process.stdout)
     if process.returncode:
         print(process.stdout[-6000:])
-    note = f"exit status {process.returncode}, {passed[-1] if passed else 0} tests passed: {SANITIZED}"
-    errors = int(summary[-1]) if summary else -1
+    yield from sanitizer_records(process.stdout, process.returncode)
+
+
+def sanitizer_records(output: str, status: int) -> Iterator[dict[str, Any]]:
+    """Errors of memory, which there must be none of, apart from calls that failed and were handled."""
+    summaries = [int(n) for n in re.findall(r"ERROR SUMMARY: (\d+) error", output)]  # one a process
+    calls = re.findall(r"Program hit (\w+) .*on CUDA API call to (\w+)", output)
+    passed = [int(n) for n in re.findall(r"(\d+) passed", output)]
+    errors = sum(summaries) - len(calls) if summaries else -1
+    note = f"exit status {status}; {SANITIZED}"
     yield results.record("compute_sanitizer_errors", errors, "errors", limit=0, better="equal", note=note)
+    kinds = ", ".join(sorted({f"{call} {code}" for code, call in calls}))
+    yield results.record("compute_sanitizer_failed_calls", len(calls), "calls", note=kinds[:500])
+    tests = passed[-1] if passed else 0
+    yield results.record("compute_sanitizer_tests_passed", tests, "tests", limit=5, better="higher")
 
 
 def pool(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -104,8 +137,12 @@ def bench(script: str, *options: str) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results.json"
         command = [sys.executable, str(ROOT / "benchmarks" / script), "--output", str(file), *options]
-        subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.DEVNULL)
-        yield from results.read(file)["records"]
+        process = subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.DEVNULL, timeout=300)
+        if file.exists():
+            yield from results.read(file)["records"]
+        else:
+            name = f"{Path(script).stem}_exit_status"
+            yield results.record(name, process.returncode or -1, "", limit=0, better="equal")
 
 
 def identity(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -211,7 +248,12 @@ def compare(name: str, stock: dict[str, Any], flag: dict[str, Any]) -> Iterator[
     for kind, run in (("stock", stock), ("flag", flag)):
         error = run["error"] or ""
         yield results.record(
-            f"{name}_{kind}_starts", not error, "", limit=True, better="equal", note=str(error)[:500]
+            f"{name}_{kind}_starts",
+            not error,
+            "",
+            limit=True,
+            better="equal",
+            note=portable(str(error))[:500],
         )
     if stock["error"] or flag["error"]:
         return

@@ -5,14 +5,18 @@
 
 import json
 import os
+import select
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 FIRST_PORT = 5600
+# A transfer that never ends would hold up the rest of a run: vLLM gives it up after 8 minutes.
+LIMIT_S = 180
 TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 REMOTE_DECODE = {
     "do_remote_decode": True,
@@ -56,7 +60,8 @@ class Engine:
     def close(self) -> int:
         """End the engine; its exit status."""
         assert self.process.stdin
-        self.process.stdin.close()
+        with suppress(BrokenPipeError):  # it is gone already, and never read the last request
+            self.process.stdin.close()
         try:
             return self.process.wait(timeout=60)
         except subprocess.TimeoutExpired:
@@ -69,6 +74,10 @@ class Engine:
         self.process.stdin.flush()
 
     def _receive(self) -> dict[str, Any]:
+        # One line answers one request, so that nothing is left in the file's buffer.
+        if not select.select([self._answers], [], [], LIMIT_S)[0]:
+            self.process.kill()
+            return {"error": f"no answer in {LIMIT_S} s, ended with {self.process.wait()}"}
         line = self._answers.readline()
         return json.loads(line) if line else {"error": f"the engine ended with {self.process.wait()}"}
 
@@ -88,6 +97,8 @@ class Pair:
             self.engines.append(Engine({**llm, "kv_transfer_config": TRANSFER}, {**env, **own}, log))
             if len(set(devices)) == 1:  # each profiles a device that nobody else is changing
                 self.started.append(self.engines[-1].ready())
+                if self.error:
+                    break
         for engine in self.engines[len(self.started) :]:
             self.started.append(engine.ready())
 

@@ -6,13 +6,12 @@ scheduler goes. Memory is what the device lost by NVML, every 5 ms, the engine's
 """
 
 import argparse
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import adapters
 import image_model
-from engines import GIB, model_path, run_engine, story
+from engines import GIB, model_path, portable, run_engine, story
 from sizing_configurations import CONFIGURATIONS, Configuration
 
 from allocator import results
@@ -120,12 +119,7 @@ def _truth(name: str, value: bool, limit: bool | None, note: str) -> dict[str, A
 
 
 def _text(error: dict[str, str] | None) -> str:
-    """Return what was raised, without the paths of this machine, which results must not hold."""
-    return (
-        re.sub(r"(?<![\w:/])/[\w.-]+/[\w./-]*", "<path>", f"{error['type']}: {error['text']}")[:600]
-        if error
-        else ""
-    )
+    return portable(f"{error['type']}: {error['text']}")[:600] if error else ""
 
 
 def _rounded(values: dict[str, float]) -> str:

@@ -13,12 +13,16 @@ whole start, and of the engine core's `_initialize_kv_caches` where it runs in t
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import engine_steps
+
+# An engine that failed at its start may hang where it ends, in the middle of a capture for one.
+EXIT_LIMIT_S = 60
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
@@ -45,6 +49,7 @@ def run(job_file: Path, answer_file: Path) -> None:
         answer["seconds"]["start"] = time.perf_counter() - start
     except Exception as error:  # the test decides whether it was the right one
         answer["error"] = {"type": type(error).__name__, "text": str(error)}
+        signal.alarm(EXIT_LIMIT_S)
     else:
         answer["results"] = [STEPS[step.pop("do")](llm, **step) for step in job["steps"]]
     answer_file.write_text(json.dumps(answer))

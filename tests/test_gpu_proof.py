@@ -1,0 +1,124 @@
+"""What `benchmarks/gpu_proof.py` does with what its parts bring, without a GPU."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import engines
+import gpu_proof
+import pair
+
+from allocator import results
+from allocator.results_schema import check_record
+
+ARGUMENTS = {"layers": 8, "configurations": None, "load_seconds": 60.0}
+PATHS = [
+    "/opt/venv/lib/x.py:3",
+    "see /tmp/a",
+    "error:/tmp/a/b",
+    "file '/root/a-b/c+d.so'",
+    "(/srv/x/)",
+    "a=/x/y, /z/w",
+]
+
+
+def two_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    yield results.record("first", 1, "s")
+    yield results.record("second", 2, "s", limit=1)
+
+
+def one_and_an_error(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    yield results.record("first", 1, "s")
+    raise OSError("no such file: /tmp/some/where")
+
+
+def test_part_that_raises_keeps_its_records_and_is_one_that_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    parts = {"good": two_records, "bad": one_and_an_error}
+    monkeypatch.setattr(gpu_proof, "PARTS", parts)
+    args = argparse.Namespace(**ARGUMENTS, output=tmp_path)
+    assert [gpu_proof.run_part(part, args) for part in ("bad", "good")] == [
+        ["bad_ran_to_its_end"],
+        ["second"],
+    ]
+    bad, good = (results.read(tmp_path / f"{part}.json")["records"] for part in ("bad", "good"))
+    assert [item["name"] for item in bad] == ["first", "bad_ran_to_its_end"]
+    assert "OSError" in bad[1]["note"] and "/tmp" not in bad[1]["note"]
+    assert [item["passed"] for item in good] == [None, False, True]
+
+
+def test_records_are_on_disk_before_the_next_one_is_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen = []
+
+    def watched(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+        yield results.record("first", 1, "s")
+        seen.append(json.loads((tmp_path / "watched.json").read_text())["records"][0]["name"])
+
+    monkeypatch.setattr(gpu_proof, "PARTS", {"watched": watched})
+    assert gpu_proof.run_part("watched", argparse.Namespace(**ARGUMENTS, output=tmp_path)) == []
+    assert seen == ["first"]
+
+
+@pytest.mark.parametrize("text", PATHS)
+def test_notes_hold_no_path_of_a_machine(text: str) -> None:
+    note = engines.portable(text)
+    check_record(results.record("name", 1, "s", note=note), "record")
+    assert note != text
+    kept = "vllm/v1/core.py: 2/3 of https://host/page, n/a"
+    assert engines.portable(kept) == kept
+
+
+def test_sanitizer_tells_errors_of_memory_from_calls_that_failed() -> None:
+    call = (
+        '========= Program hit CUDA_ERROR_NOT_PERMITTED (error 800) due to "operation not permitted" '
+        "on CUDA API call to cuMemCreate.\n"
+    )
+    invalid = "========= Invalid __global__ read of size 4 bytes\n"
+    end = "12 passed in 60.1s\n========= ERROR SUMMARY: {} errors\n"
+
+    def values(output: str) -> list[Any]:
+        return [item["value"] for item in gpu_proof.sanitizer_records(output, 99)]
+
+    assert values(call + end.format(1)) == [0, 1, 12]
+    assert values(call + invalid + end.format(2)) == [1, 1, 12]
+    assert values("compute-sanitizer: no device") == [-1, 0, 0]
+
+
+def test_engines_share_what_they_compile_only_where_it_is_the_same_code() -> None:
+    def folder(llm: dict[str, Any], env: dict[str, str] | None = None) -> str:
+        return engines.with_shared_compile_cache(llm, env or {})["compilation_config"]["cache_dir"]
+
+    base = {"model": "m", "max_num_batched_tokens": 16384, "gpu_memory_utilization": 0.9}
+    same = folder(base)
+    assert folder({**base, "gpu_memory_utilization": 0.985, "cudagraph_capture_sizes": [1]}) == same
+    assert folder(base, {"VLLM_KV_CACHE_LAYOUT": "LHBNC"}) == same
+    others = [
+        folder({**base, "max_num_batched_tokens": 8192}),
+        folder({**base, "model": "n"}),
+        folder({**base, "tensor_parallel_size": 2}),
+        folder({**base, "enable_lora": True}),
+        folder(base, {"VLLM_USE_V2_MODEL_RUNNER": "0"}),
+    ]
+    assert len({same, *others}) == 6
+
+
+def test_engine_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    silent = tmp_path / "silent.py"
+    silent.write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(pair, "__file__", str(silent))
+    monkeypatch.setattr(pair, "LIMIT_S", 0.2)
+    engine = pair.Engine({}, {}, tmp_path / "log")
+    assert "no answer in 0.2 s" in engine.ready()["error"]
+    with pytest.raises(BrokenPipeError):
+        engine.do(do="nap")
+    assert engine.close() == -9
