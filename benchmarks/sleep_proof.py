@@ -41,7 +41,7 @@ def sleep_records(base: dict[str, Any], log: Path, prompts: list[list[int]]) -> 
         yield _true(f"sleep_{name}_output_identical_after_each_nap", same and len(outputs) > 1)
     yield _true("sleep_flag_output_as_stock", runs["flag"]["results"][0] == runs["stock"]["results"][0])
     yield from _memory(runs)
-    yield from _hits(base, log, prompts)
+    yield from _hits(both, log, prompts)
 
 
 def _memory(runs: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -66,7 +66,7 @@ def _memory(runs: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def _hits(base: dict[str, Any], log: Path, prompts: list[list[int]]) -> Iterator[dict[str, Any]]:
     cached = {"do": "cached", "prompts": prompts}
     steps = [cached, cached, {"do": "sleep", "level": 1}, {"do": "wake_up"}, cached]
-    llm = {**base, "enable_prefix_caching": True, "enable_sleep_mode": True, "additional_config": OPTION}
+    llm = {**base, "enable_prefix_caching": True, "additional_config": OPTION}
     run = run_engine(llm, _copies(steps), {}, False, log)
     yield _true("sleep_backup_starts", not run["error"], str(run["error"] or "")[:500])
     if run["error"]:
