@@ -306,6 +306,22 @@ def test_vllms_connectors_are_known(vllm_config: Any, name: str, registers: bool
 
 
 @pytest.mark.vllm
+def test_nixl_sleeps_with_vllms_sleep_mode_only(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it UCX keeps registrations, and another process its mappings, of memory that was given back."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from vllm_integration import connectors
+
+    vllm_config.kv_transfer_config = _transfer("NixlConnector")
+    nixl = KVConnectorFactory.get_connector_class(vllm_config.kv_transfer_config)
+    for name in ("unregister_kv_caches", "restore_kv_caches"):  # as vLLM 0.33 has them
+        monkeypatch.setattr(nixl, name, lambda self: None, raising=False)
+    assert "--enable-sleep-mode" in str(connectors.sleep_reason(vllm_config))
+    vllm_config.model_config.enable_sleep_mode = True  # what the CPU's platform refuses on the way in
+    assert connectors.sleep_reason(vllm_config) is None
+
+
+@pytest.mark.vllm
 @pytest.mark.parametrize(
     ("transfer", "reason"),
     [

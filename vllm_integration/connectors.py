@@ -32,6 +32,7 @@ WITHOUT_LAYERS = {
     "OffloadingConnector",
     SIMPLE_OFFLOAD,
 }
+NIXL = {"NixlConnector", "NixlPullConnector", "NixlPushConnector"}
 OTHER_PROCESS = "opens the cache in another process by a CUDA IPC handle, which reserved memory has none of"
 UNSUPPORTED = {
     "FlexKVConnectorV1": OTHER_PROCESS,
@@ -97,7 +98,8 @@ def sleep_reason(vllm_config: Any) -> str | None:
     """Return why the cache cannot sleep with the configured connectors, or None.
 
     Source: vLLM 0.33.0, kv_connector/v1/base.py: `unregister_kv_caches`, `restore_kv_caches` and
-    `supports_sleep_mode`.
+    `supports_sleep_mode`; kv_connector/v1/nixl/base_worker.py: with vLLM's sleep mode NIXL's agent is made
+    without UCX's cache of registrations and without CUDA IPC, which both outlast what was given up.
     """
     for connector, transfer in _configured(vllm_config):
         if _is_vllms(connector, COPYING):
@@ -108,6 +110,11 @@ def sleep_reason(vllm_config: Any) -> str | None:
             return (
                 f"the KV connector {transfer.kv_connector} has registered the cache's memory and has no way "
                 "to give it up and to register it again (vLLM's NixlConnector over UCX has, from 0.33 on)"
+            )
+        if _is_vllms(connector, NIXL) and not vllm_config.model_config.enable_sleep_mode:
+            return (
+                f"the KV connector {transfer.kv_connector} lets its transport hold on to memory that was "
+                "given up, unless vLLM's sleep mode is on (--enable-sleep-mode)"
             )
     return None
 
