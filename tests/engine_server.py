@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -130,15 +131,20 @@ def _become_engine(request: dict[str, Any]) -> None:
 
 
 def _wait(child: int, limit_s: float) -> int:
-    """Return the exit status of `child`, which is killed with its workers after `limit_s` seconds."""
+    """Return the exit status of `child`, which is killed with its workers after `limit_s` seconds.
+
+    What one that failed has left running is killed too: its workers may still hold a device's memory.
+    """
     deadline, ended = time.monotonic() + limit_s, 0
     try:
         while not ended and time.monotonic() < deadline:
             ended, status = os.waitpid(child, os.WNOHANG)
             time.sleep(0 if ended else 0.01)
     finally:
+        if not ended or status:
+            with suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
         if not ended:
-            os.killpg(child, signal.SIGKILL)
             status = os.waitpid(child, 0)[1]
     return os.waitstatus_to_exitcode(status)
 

@@ -2,7 +2,11 @@
 
 import argparse
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
+import engine_server
 import engines
 import gpu_proof
 import pair
@@ -122,3 +127,30 @@ def test_engine_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch, t
     with pytest.raises(BrokenPipeError):
         engine.do(do="nap")
     assert engine.close() == -9
+
+
+@pytest.mark.parametrize("status", [3, 0])
+def test_workers_that_a_failed_engine_leaves_running_are_ended(status: int, tmp_path: Path) -> None:
+    told = tmp_path / "worker"
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        worker = subprocess.Popen(["sleep", "60"])
+        told.write_text(str(worker.pid))
+        os._exit(status)
+    assert engine_server._wait(child, 10) == status
+    worker = int(told.read_text())
+    deadline = time.monotonic() + 5
+    while status and _runs(worker) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert _runs(worker) is (status == 0)
+    if status == 0:
+        os.kill(worker, signal.SIGKILL)
+
+
+def _runs(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
