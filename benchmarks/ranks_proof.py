@@ -18,6 +18,8 @@ ENV = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",  # a machine without a network may have no name that resolves
 }
 LOAD = {"do": "wide_load", "requests": 600, "prompt_tokens": 2000, "max_tokens": 16}
 
