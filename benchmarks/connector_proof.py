@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engines import FLAG, portable, run_engine, with_shared_compile_cache
+from engines import ENGINE_ENV, FLAG, portable, run_engine, with_shared_compile_cache
 from pair import Pair
 
 from allocator import results
@@ -22,6 +22,7 @@ PAIR_ENV = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
+    "TRITON_CACHE_DIR": ENGINE_ENV["TRITON_CACHE_DIR"],
 }
 # One token more than whole blocks: whoever has the blocks computes that one token, wherever they came from.
 PROMPTS = [

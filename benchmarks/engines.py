@@ -38,6 +38,8 @@ NOT_COMPILED = (
 )
 ENGINE_ENV = {
     "HF_HUB_OFFLINE": "1",
+    # By what they are, so that any engine may find them; vLLM would keep them by its configuration.
+    "TRITON_CACHE_DIR": str(Path(tempfile.gettempdir()) / "ekv-triton"),
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH")])),
