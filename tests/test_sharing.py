@@ -5,8 +5,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -188,14 +188,18 @@ def test_more_chunks_than_the_hard_limit_of_open_files_names_the_limit():
 def test_export_does_not_block_the_pool_while_the_other_side_does_not_read():
     pool, view = make_pool("cpu", num_blocks=4096, block_bytes=64 * 1024, max_chunk_bytes=2 * MIB)
     pool.commit(2000)
-    ours, _theirs = socket.socketpair()
+    ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    threading.Thread(target=export, args=(pool, ours), daemon=True).start()
-    time.sleep(0.5)
-    start = time.perf_counter()
-    pool.commit(2001)
-    assert time.perf_counter() - start < 5
-    assert not view[:, 2000].any()
+    with ThreadPoolExecutor(1) as threads:
+        sending = threads.submit(export, pool, ours)
+        time.sleep(0.5)
+        start = time.perf_counter()
+        pool.commit(2001)
+        assert time.perf_counter() - start < 5
+        assert not view[:, 2000].any()
+        assert not sending.done()
+        theirs.close()
+        assert isinstance(sending.exception(timeout=30), ConnectionError)
 
 
 def test_import_of_something_else_is_refused():
