@@ -14,6 +14,7 @@ are; on a GPU through a small staging buffer, in a stream of its own, to and fro
 
 from __future__ import annotations
 
+import operator
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
@@ -74,14 +75,15 @@ def save(pool: PoolController, blocks: Iterable[int], *, piece_bytes: int = DEFA
     PoolOutOfMemoryError
         The host has too little memory for the blocks, or the device for the staging buffer.
     """
-    ids = sorted(set(blocks))
+    ids = sorted({operator.index(block) for block in blocks})
     committed = pool.committed_blocks
     if ids and not (ids[0] >= 0 and ids[-1] < committed):
         raise PoolValueError(f"blocks {ids[0]} to {ids[-1]} to be saved, of {committed} that are committed")
     if piece_bytes <= 0:
         raise PoolValueError(f"pieces of {piece_bytes} bytes")
-    backup = Backup(pool, ids, piece_bytes)
-    backup._copy(pool, to_host=True)
+    with _factories_as_they_are():
+        backup = Backup(pool, ids, piece_bytes)
+        backup._copy(pool, to_host=True)
     return backup
 
 
@@ -122,7 +124,8 @@ class Backup:
             raise PoolValueError(f"block {self.blocks[-1]} is saved, and only {committed} are committed")
         if self._pieces and not self._slabs:
             raise PoolValueError("the backup was dropped")
-        self._copy(pool, to_host=False)
+        with _factories_as_they_are():
+            self._copy(pool, to_host=False)
 
     def wait(self) -> None:
         """Return when the copies are done; the staging buffer goes back to the device."""
@@ -206,6 +209,11 @@ def _plan(
             pieces.append(_Piece(number, first, last, len(slabs) - 1, slabs[-1], num_bytes))
             slabs[-1] += taken
     return [segment.place for segment in rows], pieces, slabs
+
+
+def _factories_as_they_are() -> Any:
+    """Leave out default devices, and pools whose context is open: one would take a slab for its own."""
+    return torch._C.DisableTorchFunction()
 
 
 def _host_memory(slab_bytes: list[int], *, pinned: bool) -> list[torch.Tensor]:

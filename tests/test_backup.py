@@ -9,6 +9,7 @@ from pools import MIB, ON_EVERY_DEVICE, assert_filled, fill, make_pool
 from allocator import PoolOutOfMemoryError, PoolValueError, backup, extensible_kv_pool
 from allocator.committed_rows import committed_rows
 from allocator.shim import lib
+from allocator.torch_routing import RoutingMode
 
 
 def nap(pool, blocks, **options):
@@ -182,3 +183,25 @@ def test_captured_graph_reads_what_came_back():
     saved.restore(pool)
     graph.replay()
     assert int(total) == before != 0
+
+
+@pytest.mark.parametrize("around", ["default-device", "own-pool", "other-pool"])
+def test_nap_where_factories_go_elsewhere(around):
+    pool, view = make_pool("cpu")
+    pool.commit(40)
+    fill(view, 0, 40)
+    contexts = {
+        "default-device": lambda: torch.device("meta"),
+        "own-pool": lambda: RoutingMode(pool.reserve, pool.device),
+        "other-pool": lambda: extensible_kv_pool("cpu"),
+    }
+    with contexts[around]():
+        nap(pool, range(40))
+    assert_filled(view, 0, 40)
+
+
+def test_blocks_that_are_no_integers_are_refused():
+    pool, _ = make_pool("cpu")
+    pool.commit(2)
+    with pytest.raises(TypeError):
+        backup.save(pool, [0.5])
