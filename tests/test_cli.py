@@ -102,10 +102,11 @@ def test_doctor_gpu_reports_its_driver() -> None:
     assert report["reservation_limit_bytes"] >= report["total_bytes"]
 
 
-def test_doctor_unusable_driver_exits_with_status_1_and_the_reason() -> None:
-    done = run_program("doctor", "--no-vllm", "--device", "cpu", EKV_HOST_GRANULARITY="many", COLUMNS="200")
+@pytest.mark.parametrize("value", ["many", " -5", "+4096", "2M"])
+def test_doctor_unusable_driver_exits_with_status_1_and_the_reason(value: str) -> None:
+    done = run_program("doctor", "--no-vllm", "--device", "cpu", EKV_HOST_GRANULARITY=value, COLUMNS="200")
     assert done.returncode == 1, done.stderr
-    assert "EKV_HOST_GRANULARITY='many' is not a number of bytes" in done.stdout
+    assert f"EKV_HOST_GRANULARITY='{value}' is not a number of bytes" in done.stdout
     assert "Traceback" not in done.stderr
 
 

@@ -63,7 +63,7 @@ static int read_environment(const char *name, uint64_t *value)
         return EKV_OK;
     errno = 0;
     *value = strtoull(text, &end, 10);
-    if (errno || *end || *text == '-')
+    if (errno || *end || *text < '0' || *text > '9')
         return ekv_error(EKV_INVALID, "host: %s='%s' is not a number of bytes", name, text);
     return EKV_OK;
 }

@@ -73,7 +73,8 @@ int ekv_shrink(const uint64_t *ids, size_t num_ids, uint64_t num_blocks);
 int ekv_release_physical(const uint64_t *ids, size_t num_ids);
 int ekv_recommit(const uint64_t *ids, size_t num_ids);
 int ekv_unreserve(uint64_t id);
-/* The same for an owner that cannot try again: what fails is finished at a later call. */
+/* The same for an owner that cannot try again: what fails is finished at a later call.  This, ekv_retire and ekv_free
+ * run in destructors, at any time: the thread's error record stays as it was. */
 void ekv_drop(uint64_t id);
 /* For addresses that another allocator caches (PyTorch keeps a freed torch block): retire gives the memory back and
  * ends the id, adopt starts a new id on the same addresses.  A retire that fails, or is deferred because waiting for the

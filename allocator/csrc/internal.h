@@ -61,6 +61,9 @@ int ekv_device_get(int driver, int ordinal, ekv_device **device); /* with the lo
 /* error.c: the calling thread's record.  The first failure sets status and text, later ones are appended as failed
  * undo steps. */
 void ekv_error_clear(void);
+/* While on, failures are recorded where nobody reads them: for what destructors call, which garbage collection may run
+ * between a failed call and the reading of its record. */
+void ekv_error_aside(bool on);
 int ekv_error_status(void);
 int ekv_error(int status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 /* Records a driver failure and returns its code; address 0 and size 0 are left out of the text. */

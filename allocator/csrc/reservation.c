@@ -170,13 +170,14 @@ static void drop(reservation *r, bool defer)
 
 void ekv_drop(uint64_t id)
 {
-    reservation *r;
-    if (ekv_enter())
-        return;
-    r = reservation_find(id);
-    if (r)
-        drop(r, false);
-    ekv_leave();
+    ekv_error_aside(true);
+    if (!ekv_enter()) {
+        reservation *r = reservation_find(id);
+        if (r)
+            drop(r, false);
+        ekv_leave();
+    }
+    ekv_error_aside(false);
 }
 
 void ekv_collect(void)
@@ -187,7 +188,7 @@ void ekv_collect(void)
     ekv_leave();
 }
 
-int ekv_retire(uint64_t id, int defer)
+static int retire(uint64_t id, bool defer)
 {
     reservation *r;
     int status = ekv_enter();
@@ -208,6 +209,15 @@ int ekv_retire(uint64_t id, int defer)
     }
     status = ekv_error_status();
     ekv_leave();
+    return status;
+}
+
+int ekv_retire(uint64_t id, int defer)
+{
+    int status;
+    ekv_error_aside(true);
+    status = retire(id, defer);
+    ekv_error_aside(false);
     return status;
 }
 

@@ -82,9 +82,13 @@ void ekv_free(void *address, ssize_t size, int ordinal, void *stream)
 {
     (void)size;
     (void)ordinal;
-    if (!address || ekv_enter())
+    if (!address)
         return;
-    if (!ekv_cache_free_locked((uint64_t)address))
-        ekv_unreserve_at_locked((uint64_t)address, stream);
-    ekv_leave();
+    ekv_error_aside(true);
+    if (!ekv_enter()) {
+        if (!ekv_cache_free_locked((uint64_t)address))
+            ekv_unreserve_at_locked((uint64_t)address, stream);
+        ekv_leave();
+    }
+    ekv_error_aside(false);
 }
