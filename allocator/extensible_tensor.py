@@ -6,7 +6,7 @@ import torch
 
 from allocator.errors import PoolValueError
 from allocator.shim import check, ids_argument, lib
-from allocator.torch_routing import call_with_room, reserve_tensor, resolve_device
+from allocator.torch_routing import call_with_room, driver_of, reserve_tensor, resolve_device
 
 __all__ = ["ExtensibleTensor"]
 
@@ -46,6 +46,7 @@ class ExtensibleTensor:
         if not 0 < max_num_bytes < 1 << 63 or num_segments <= 0 or max_num_bytes % num_segments:
             raise PoolValueError(f"{max_num_bytes} bytes cannot be divided into {num_segments} segments")
         self.device = resolve_device(device)
+        driver_of(self.device)  # before anything else asks PyTorch about a device that no driver serves
         self.num_segments = num_segments
         self.segment_capacity_bytes = max_num_bytes // num_segments
         tensor, self._reservation = reserve_tensor(

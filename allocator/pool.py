@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import operator
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +17,7 @@ import torch
 from allocator import sizing
 from allocator.errors import PoolValueError
 from allocator.layout import BlockLayout, ViewSpec
-from allocator.reservation import Reservation
+from allocator.reservation import Chunk, Reservation
 from allocator.shim import DRIVER_KINDS, check, ids_argument, lib
 from allocator.torch_routing import (
     RoutingMode,
@@ -120,6 +123,7 @@ class PoolController:
         self._members: list[_Member] = []
         self._lock = threading.RLock()
         self._freed = self._had_tensors = False
+        _pools.add(self)
 
     def reserve(self, meta: torch.Tensor) -> torch.Tensor:
         """Make a growable tensor with the shape, strides and dtype of `meta`; the routing calls this."""
@@ -207,12 +211,12 @@ class PoolController:
             A driver call failed; the text names it.
         """
         flags = lib.EKV_COMMIT_ZERO | (lib.EKV_COMMIT_DEFRAGMENT if defragment else 0)
-        _check_count("commit", num_blocks)
+        num_blocks = _count("commit", num_blocks)
         with self._lock:
             self._check_bound("commit", num_blocks)
             if defragment:
                 refuse_while_capturing("defragment", self.device)
-            self._grow(lambda: lib.ekv_commit(*self._ids(), num_blocks, flags))
+            self._grow(lib.ekv_commit, num_blocks, flags)
 
     def shrink(self, num_blocks: int) -> None:
         """Give back the chunks that hold nothing of blocks `0..num_blocks`, which keep their content.
@@ -220,11 +224,11 @@ class PoolController:
         More blocks than committed change nothing. Waits for the device, so not while a stream is captured. A
         chunk that holds a kept block stays whole, so how much memory returns depends on `max_chunk_bytes`.
         """
-        _check_count("shrink", num_blocks)
+        num_blocks = _count("shrink", num_blocks)
         with self._lock:
             self._check_bound("shrink", num_blocks)
             refuse_while_capturing("shrink", self.device)
-            check(lib.ekv_shrink(*self._ids(), num_blocks))
+            check(self._for_all(lib.ekv_shrink, num_blocks))
 
     def release_physical(self) -> None:
         """Give back all memory and keep the addresses; contents are lost. Twice is harmless.
@@ -234,20 +238,20 @@ class PoolController:
         with self._lock:
             self._check_not_freed()
             refuse_while_capturing("release_physical", self.device)
-            check(lib.ekv_release_physical(*self._ids()))
+            check(self._for_all(lib.ekv_release_physical))
 
     def recommit(self) -> None:
         """Back the blocks that `release_physical` gave back again, zeroed. Raises as `commit` does."""
         with self._lock:
             self._check_not_freed()
-            self._grow(lambda: lib.ekv_recommit(*self._ids()))
+            self._grow(lib.ekv_recommit)
 
     def free(self) -> None:
         """Give back all memory for good. The addresses follow when the last tensor over them dies."""
         with self._lock:
             if self._freed:
                 return
-            check(lib.ekv_release_physical(*self._ids()))
+            check(self._for_all(lib.ekv_release_physical))
             self._freed = True
 
     def bytes_for(self, num_blocks: int) -> int:
@@ -269,12 +273,12 @@ class PoolController:
     @property
     def committed_blocks(self) -> int:
         """How many blocks are backed now: blocks `0..committed_blocks` may be read and written."""
-        return min((m.reservation.info().committed_blocks for m in self._live()), default=0)
+        return min((info.committed_blocks for _, info in self._living()), default=0)
 
     @property
     def physical_bytes(self) -> int:
         """What the driver was asked for and has not been given back."""
-        return sum(m.reservation.info().physical_bytes for m in self._live())
+        return sum(info.physical_bytes for _, info in self._living())
 
     @property
     def reserved_bytes(self) -> int:
@@ -295,9 +299,8 @@ class PoolController:
         """Return `(address, size_bytes)` of all committed blocks, sorted, neighbours joined."""
         regions: list[tuple[int, int]] = []
         with self._lock:
-            for member in self._live():
-                blocks = member.reservation.info().committed_blocks
-                for offset, size in member.layout.spans(blocks) if member.layout else ():
+            for member, info in self._living():
+                for offset, size in member.layout.spans(info.committed_blocks) if member.layout else ():
                     address = member.reservation.base + offset
                     if size and regions and sum(regions[-1]) == address:
                         regions[-1] = (regions[-1][0], regions[-1][1] + size)
@@ -336,6 +339,7 @@ class PoolController:
     def snapshot(self) -> dict[str, Any]:
         """Return a JSON-able description: sizes, segments and chunks. `extensible-kv map` draws it."""
         with self._lock:
+            members = [(m, found) for m in self._live() if (found := _description(m.reservation))]
             return {
                 "device": str(self.device),
                 "driver": DRIVER_KINDS[self._driver],
@@ -345,7 +349,7 @@ class PoolController:
                 "physical_bytes": self.physical_bytes,
                 "reserved_bytes": self.reserved_bytes,
                 "last_commit_seconds": self.last_commit_seconds,
-                "reservations": [m.reservation.snapshot() for m in self._live()],
+                "reservations": [found for _, (found, _) in members],
                 "segments": [
                     {
                         "reservation": index,
@@ -353,30 +357,39 @@ class PoolController:
                         "block_stride": s.block_stride,
                         "size_bytes": size,
                     }
-                    for index, m in enumerate(self._live())
+                    for index, (m, _) in enumerate(members)
                     if m.layout
                     for s, size in zip(m.layout.segments, m.layout.sizes_bytes, strict=True)
                 ],
                 "chunks": [
                     {"reservation": index, "offset": c.offset, "size": c.size_bytes}
-                    for index, m in enumerate(self._live())
-                    for c in m.reservation.chunks()
+                    for index, (_, (_, chunks)) in enumerate(members)
+                    for c in chunks
                 ],
             }
 
-    def _grow(self, call: Callable[[], int]) -> None:
+    def _grow(self, call: Callable[..., int], *arguments: int) -> None:
         start = time.perf_counter()
-        call_with_room(call, self.device)
+        call_with_room(lambda: self._for_all(call, *arguments), self.device)
         self.last_commit_seconds = time.perf_counter() - start
 
-    def _ids(self) -> tuple[Any, int]:
-        return ids_argument([m.reservation.id for m in self._live()])
+    def _for_all(self, call: Callable[..., int], *arguments: int) -> int:
+        """Call the shim for all tensors; once more without those that died on their way there."""
+        while True:
+            status = call(*ids_argument([m.reservation.id for m in self._live()]), *arguments)
+            if status != lib.EKV_FREED:
+                return status
 
     def _live(self) -> list[_Member]:
         """Forget tensors that have died, scratch ones among them, and return the rest."""
+        return [member for member, _ in self._living()]
+
+    def _living(self) -> list[tuple[_Member, Any]]:
+        """Do as `_live`, each with the shim's `ekv_reservation_info`; a tensor may die right after it."""
         with self._lock:
-            self._members = [m for m in self._members if _is_alive(m.reservation)]
-            return self._members
+            living = [(m, info) for m in self._members if (info := _info(m.reservation)) is not None]
+            self._members = [member for member, _ in living]
+            return living
 
     def _member_of(self, address: int) -> _Member:
         for member in self._live():
@@ -409,14 +422,33 @@ class PoolController:
             raise PoolValueError("the pool was freed")
 
 
-def _check_count(operation: str, num_blocks: int) -> None:
+def _count(operation: str, num_blocks: int) -> int:
+    num_blocks = operator.index(num_blocks)  # of NumPy and PyTorch too, which count in 64 bits only
     if not 0 <= num_blocks < 1 << 63:
         raise PoolValueError(f"{operation} of {num_blocks} blocks")
+    return num_blocks
 
 
-def _is_alive(reservation: Reservation) -> bool:
+def _info(reservation: Reservation) -> Any:
+    """Return what the shim knows of `reservation`, or None when its tensor has died."""
     try:
-        reservation.info()
+        return reservation.info()
     except PoolValueError:
-        return False
-    return True
+        return None
+
+
+def _description(reservation: Reservation) -> tuple[dict[str, Any], list[Chunk]] | None:
+    try:
+        return reservation.snapshot(), reservation.chunks()
+    except PoolValueError:  # its tensor has just died
+        return None
+
+
+def _renew_locks() -> None:
+    for pool in list(_pools):
+        pool._lock = threading.RLock()
+
+
+# A child of a process whose other threads hold a lock at the fork would wait for them for ever.
+_pools: weakref.WeakSet[PoolController] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_renew_locks)

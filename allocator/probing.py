@@ -49,9 +49,10 @@ class Probe:
 
 def probe(device: torch.device | str | int | None = None) -> Probe:
     """Find out what the driver of `device` can do. Never raises for a device or driver that cannot."""
-    torch_device = resolve_device(device)
+    torch_device: torch.device | str | int | None = device
     driver_name = "none"
     try:
+        torch_device = resolve_device(device)
         driver, index = driver_of(torch_device)
         driver_name = DRIVER_KINDS[driver]
         info = ffi.new("ekv_probe_info *")

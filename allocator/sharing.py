@@ -47,7 +47,7 @@ def export(pool: PoolController, connection: socket.socket) -> None:
         The driver cannot export a handle; the connection must be closed.
     """
     with pool._lock:
-        members = [(m.reservation, m.layout) for m in pool._members]
+        members = [(m.reservation, m.layout) for m in pool._live()]
         if not pool.committed_blocks:
             raise PoolValueError("export of a pool with 0 committed blocks")
         description = {

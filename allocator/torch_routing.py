@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from allocator import errors
-from allocator.errors import DriverError, PoolValueError
+from allocator.errors import DriverError, PoolValueError, UnsupportedError
 from allocator.reservation import Reservation
 from allocator.shim import check, ffi, last_error, lib, library_path
 
@@ -40,9 +40,20 @@ _mempools: dict[tuple[torch.device, bool], Any] = {}
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
-    """Return `device` with its index; None is the current CUDA device, or the CPU where there is none."""
+    """Return `device` with its index; None is the current CUDA device, or the CPU where there is none.
+
+    Raises
+    ------
+    UnsupportedError
+        A GPU is asked for where PyTorch sees none.
+    """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if (isinstance(device, int) or torch.device(device).type == "cuda") and not torch.cuda.is_available():
+        raise UnsupportedError(
+            f"device {device!s} was asked for, and PyTorch {torch.__version__} sees no GPU here: use 'cpu', "
+            "or install a PyTorch that fits the driver (nvidia-smi shows it)"
+        )
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -277,7 +288,7 @@ class RoutingMode(TorchFunctionMode):
             return False
         if kwargs.get("layout") not in (None, torch.strided) or _is_transformed():
             return False
-        if func is torch.full and (args[1] if len(args) > 1 else kwargs.get("fill_value")) != 0:
+        if func is torch.full and not _is_zero(args[1] if len(args) > 1 else kwargs.get("fill_value")):
             return False
         source = (args[0] if args else kwargs.get("input")) if like else None
         if like and not _is_plain(source):
@@ -289,6 +300,11 @@ class RoutingMode(TorchFunctionMode):
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         return device.type == self._device.type and (device.type == "cpu" or device == self._device)
+
+
+def _is_zero(value: Any) -> bool:
+    """Whether a number is zero in all its bits: -0.0 is not."""
+    return bool(value == 0) and not str(value).startswith("-")
 
 
 def _is_plain(source: Any) -> bool:

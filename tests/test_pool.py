@@ -2,21 +2,26 @@
 
 import gc
 import signal
+import sys
 import threading
+import time
 
+import numpy
 import pytest
 import torch
 from pools import MIB, ON_EVERY_DEVICE, assert_filled, fill, make_pool, num_reservations, run_python
 
 from allocator import (
+    DriverError,
     ExtensibleTensor,
     PoolOutOfMemoryError,
     PoolValueError,
+    UnsupportedError,
     extensible_kv_pool,
     memory_info,
     probe,
 )
-from allocator.shim import lib
+from allocator.shim import check, ids_argument, lib
 
 
 @pytest.fixture
@@ -389,6 +394,96 @@ assert int(cache.sum(dtype=torch.int64)) == 2 * (2 << 20) * 5
     assert process.stderr.count("DriverError process") == 2
 
 
+def test_fork_while_another_thread_holds_the_lock_is_refused_and_does_not_wait():
+    code = """
+import os, signal, sys, threading, torch
+from allocator import DriverError, extensible_kv_pool
+with extensible_kv_pool("cpu") as pool:
+    cache = torch.zeros(4, 2 << 20, dtype=torch.int8)
+pool.bind(cache)
+held, forked = threading.Event(), threading.Event()
+def hold():
+    with pool._lock:
+        held.set()
+        forked.wait()
+thread = threading.Thread(target=hold)
+thread.start()
+held.wait()
+pid = os.fork()
+if pid == 0:
+    signal.alarm(20)
+    try:
+        pool.commit(1)
+    except DriverError:
+        os._exit(3)
+    os._exit(0)
+status = os.waitpid(pid, 0)[1]
+forked.set()
+thread.join()
+pool.commit(1)
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+    assert run_python(code).returncode == 3
+
+
+def test_tensors_that_die_while_other_threads_use_the_pool_disturb_nobody():
+    failures, interval = [], sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+
+    def repeat(call, stop):
+        while not stop.is_set():
+            try:
+                call()
+            except BaseException as error:
+                failures.append(error)
+
+    for _ in range(25):
+        with extensible_kv_pool("cpu") as pool:
+            tensors = [torch.zeros(16, MIB // 8, dtype=torch.uint8) for _ in range(40)]
+        for tensor in tensors:
+            pool.bind(tensor)
+        del tensor
+        stop = threading.Event()
+        calls = [
+            lambda pool=pool: pool.commit(8),
+            lambda pool=pool: pool.shrink(2),
+            lambda pool=pool: pool.physical_bytes,
+            lambda pool=pool: pool.committed_blocks,
+            pool.snapshot,
+            pool.committed_regions,
+        ]
+        threads = [threading.Thread(target=repeat, args=(call, stop)) for call in calls]
+        for thread in threads:
+            thread.start()
+        while len(tensors) > 1:
+            tensors.pop()
+            time.sleep(0.0005)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert len(pool.snapshot()["reservations"]) == 1
+    sys.setswitchinterval(interval)
+    assert not failures, failures[:3]
+
+
+@pytest.mark.parametrize("count", [numpy.int64(3), torch.tensor(3)])
+def test_counts_of_numpy_and_pytorch_are_counts(count):
+    pool, _ = make_pool("cpu")
+    pool.commit(count)
+    assert pool.committed_blocks == 3
+
+
+def test_death_of_a_tensor_keeps_the_text_of_a_failed_call():
+    with extensible_kv_pool("cpu"):
+        tensor = torch.zeros(2 * MIB, dtype=torch.int8)
+    before = lib.ekv_num_reservations()
+    status = lib.ekv_commit(*ids_argument([1 << 40]), 1, 0)
+    del tensor  # as garbage collection does it, between a call and the reading of its record
+    with pytest.raises(PoolValueError, match=f"reservation {1 << 40}"):
+        check(status)
+    assert lib.ekv_num_reservations() == before - 1
+
+
 def test_threads_commit_shrink_and_read_at_the_same_time():  # 9
     pools = [make_pool("cpu", num_layers=2, num_blocks=64, max_chunk_bytes=2 * MIB) for _ in range(2)]
     failures = []
@@ -441,6 +536,17 @@ def test_probe_of_an_unknown_device_says_why():
     found = probe("meta")
     assert not found.available
     assert "meta" in found.reason
+    with pytest.raises(DriverError, match="meta"):
+        ExtensibleTensor(MIB, "meta")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:7", 0])
+def test_a_gpu_that_is_not_there_is_named_with_what_to_do(device):
+    for use in (lambda: extensible_kv_pool(device).__enter__(), lambda: ExtensibleTensor(MIB, device)):
+        with pytest.raises(UnsupportedError, match=f"device {device} was asked for.*no GPU here: use 'cpu'"):
+            use()
+    assert "no GPU" in probe(device).reason
 
 
 @ON_EVERY_DEVICE

@@ -53,6 +53,7 @@ def test_routing_everything_else_stays_with_pytorch(device):
             torch.ones(2 * MIB, device=device),
             torch.full((2 * MIB,), 1, device=device),
             torch.full((2 * MIB,), fill_value=3.0, device=device),
+            torch.full((2 * MIB,), -0.0, device=device),
             torch.randn(2 * MIB, device=device),
             torch.arange(2 * MIB, device=device),
             like.clone(),
@@ -70,6 +71,7 @@ def test_routing_everything_else_stays_with_pytorch(device):
         float(t.sum(dtype=torch.float64)) == float(t.numel() * k)
         for t, k in zip(others[:3], (1, 1, 3), strict=True)
     )
+    assert others[3].signbit().all()
     with pytest.raises(PoolValueError, match="before bind"):
         pool.commit(1)
 

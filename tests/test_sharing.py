@@ -13,7 +13,7 @@ import pytest
 import torch
 from pools import MIB, ON_EVERY_DEVICE, assert_filled, fill, make_pool, run_python
 
-from allocator import PoolValueError, export, import_, memory_info
+from allocator import PoolValueError, export, extensible_kv_pool, import_, memory_info
 
 IMPORTER = """
 import os, signal, socket, sys
@@ -127,6 +127,20 @@ def test_export_of_a_pool_without_blocks_sends_nothing():
         export(pool, ours)
     ours.close()
     assert theirs.recv(1) == b""
+
+
+def test_export_leaves_out_a_tensor_that_has_died():
+    with extensible_kv_pool("cpu") as pool:
+        kept, dropped = (torch.zeros(16, MIB // 4, dtype=torch.uint8) for _ in range(2))
+    pool.bind(kept)
+    pool.bind(dropped)
+    pool.commit(4)
+    kept[:4] = 7
+    del dropped
+    ours, theirs = socket.socketpair()
+    export(pool, ours)
+    imported = import_(theirs, "cpu")
+    assert [int(tensor[:MIB].sum()) for tensor in imported.tensors] == [7 * MIB]
 
 
 @pytest.mark.gpu
