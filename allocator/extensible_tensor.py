@@ -130,7 +130,11 @@ class ExtensibleTensor:
             )
         flags = lib.EKV_COMMIT_ZERO if zero_new else 0
         ids, count = ids_argument([self._reservation.id])
-        call_with_room(lambda: lib.ekv_commit(ids, count, num_bytes, flags), self.device)
+        call_with_room(
+            lambda: lib.ekv_commit(ids, count, num_bytes, flags),
+            self.device,
+            lambda: f"growth of {self.num_segments} segments from {current} to {num_bytes} bytes each",
+        )
 
     def release_physical(self) -> None:
         """Give back all memory and keep the addresses; contents are lost. Sizes are 0 until `recommit`."""
@@ -141,7 +145,7 @@ class ExtensibleTensor:
         """Back the bytes again that were committed at `release_physical`, zeroed."""
         self._check_alive()
         ids, count = ids_argument([self._reservation.id])
-        call_with_room(lambda: lib.ekv_recommit(ids, count), self.device)
+        call_with_room(lambda: lib.ekv_recommit(ids, count), self.device, lambda: "recommit")
 
     def free(self) -> None:
         """Give back all memory for good. The addresses follow when the last tensor over them dies."""

@@ -216,7 +216,7 @@ class PoolController:
             self._check_bound("commit", num_blocks)
             if defragment:
                 refuse_while_capturing("defragment", self.device)
-            self._grow(lib.ekv_commit, num_blocks, flags)
+            self._grow(lambda: self._asked_for("commit", num_blocks), lib.ekv_commit, num_blocks, flags)
 
     def shrink(self, num_blocks: int) -> None:
         """Give back the chunks that hold nothing of blocks `0..num_blocks`, which keep their content.
@@ -244,7 +244,8 @@ class PoolController:
         """Back the blocks that `release_physical` gave back again, zeroed. Raises as `commit` does."""
         with self._lock:
             self._check_not_freed()
-            self._grow(lib.ekv_recommit)
+            blocks = max((info.released_blocks for _, info in self._living()), default=0)
+            self._grow(lambda: self._asked_for("recommit", blocks), lib.ekv_recommit)
 
     def free(self) -> None:
         """Give back all memory for good. The addresses follow when the last tensor over them dies."""
@@ -368,9 +369,13 @@ class PoolController:
                 ],
             }
 
-    def _grow(self, call: Callable[..., int], *arguments: int) -> None:
+    def _asked_for(self, operation: str, num_blocks: int) -> str:
+        wanted, held = self.bytes_for(num_blocks), self.physical_bytes
+        return f"{operation} of {num_blocks} blocks, {wanted} bytes of which {held} are held,"
+
+    def _grow(self, what: Callable[[], str], call: Callable[..., int], *arguments: int) -> None:
         start = time.perf_counter()
-        call_with_room(lambda: self._for_all(call, *arguments), self.device)
+        call_with_room(lambda: self._for_all(call, *arguments), self.device, what)
         self.last_commit_seconds = time.perf_counter() - start
 
     def _for_all(self, call: Callable[..., int], *arguments: int) -> int:

@@ -106,13 +106,27 @@ def empty_cache(device: torch.device) -> None:
             lib.ekv_empty_cache()
 
 
-def call_with_room(call: Callable[[], int], device: torch.device) -> None:
-    """Check the shim call `call`; when it is short of memory, empty PyTorch's cache and try once more."""
+def call_with_room(call: Callable[[], int], device: torch.device, what: Callable[[], str]) -> None:
+    """Check the shim call `call`; when it is short of memory, empty PyTorch's cache and try once more.
+
+    The error of the second try says `what()` was asked for and how much is free.
+    """
     try:
         check(call())
     except errors.PoolOutOfMemoryError:
         empty_cache(device)
-        check(call())
+        try:
+            check(call())
+        except errors.PoolOutOfMemoryError as error:
+            error.args = (f"{what()} on {device}{_room(device)}: {error}",)
+            raise
+
+
+def _room(device: torch.device) -> str:
+    free, total = ffi.new("uint64_t *"), ffi.new("uint64_t *")
+    if lib.ekv_memory_info(*driver_of(device), free, total):
+        return ""
+    return f", with {free[0]} of {total[0]} bytes free"
 
 
 def refuse_while_capturing(operation: str, device: torch.device) -> None:
