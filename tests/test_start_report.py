@@ -108,14 +108,19 @@ def test_report_is_written_whole(tmp_path: Path, engine: int, name: str) -> None
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+@pytest.mark.parametrize("name", ["missing/start.json", "file/start.json", "a\0b", "x" * 300, "/"])
+@pytest.mark.parametrize("engine", [0, 1])
 def test_report_that_cannot_be_written_is_only_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str, engine: int
 ) -> None:
     import logging
 
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    report.write({"engine": 0}, str(tmp_path / "missing" / "start.json"))
-    assert "the report could not be written" in caplog.text
+    (tmp_path / "file").write_text("")
+    path = name if name == "/" else f"{tmp_path}/{name}"
+    report.write({"engine": engine}, path)
+    assert f"the report could not be written to {path!r}" in caplog.text
+    assert [found.name for found in tmp_path.iterdir()] == ["file"]
 
 
 def ready_response() -> Any:

@@ -70,6 +70,13 @@ def test_override_is_committed_exactly(run_engine: Run) -> None:
     check_engine_is_consistent(*answer["results"][1:])
 
 
+def test_explicit_bytes_too_few_for_one_request_are_named(run_engine: Run) -> None:
+    error = start(run_engine, {"kv_cache_memory_bytes": 4096}, GENERATE)["error"]
+    assert error["type"] == "SizingError"
+    assert "One request of max_model_len 512 needs 5 blocks" in error["text"]
+    assert "4096 bytes are what kv_cache_memory_bytes gives it" in error["text"]
+
+
 def test_override_too_small_for_one_request_names_both_numbers(run_engine: Run) -> None:
     """Case 12: 512 tokens are 4 blocks and the null block."""
     error = start(run_engine, {"num_gpu_blocks_override": 1}, GENERATE)["error"]

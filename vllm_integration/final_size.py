@@ -76,7 +76,9 @@ def _offered(sizing: Any, override: int | None) -> str:
         return f"num_gpu_blocks_override allows {override}"
     measured = getattr(sizing, "measured", None)
     if not measured:
-        return f"{format_bytes(min(p['upper_bytes'] for p in sizing.proposals))} are there for it"
+        least = min(sizing.proposals, key=lambda proposal: proposal["upper_bytes"])
+        what = "are what kv_cache_memory_bytes gives it" if least["explicit"] else "are there for it"
+        return f"{least['upper_bytes']} bytes {what}"
     least = min((m for m in measured if m["blocks"] is not None), key=lambda m: m["blocks"])
     return (
         f"{least['blocks']} fit: of {format_bytes(least['requested_bytes'])} requested, "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +97,14 @@ def path_for(path: str, engine: int) -> Path:
 
 def write(report: Mapping[str, Any], path: str) -> None:
     """Write `report` as JSON, whole or not at all; a file that cannot be written is only worth a warning."""
-    target = path_for(path, report["engine"])
-    unfinished = target.with_name(f"{target.name}.{os.getpid()}.part")
+    unfinished = None
     try:
+        target = path_for(path, report["engine"])
+        unfinished = target.with_name(f"{target.name}.{os.getpid()}.part")
         unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         unfinished.replace(target)
-    except OSError as error:
-        logger.warning("Extensible KV cache: the report could not be written: %s", error)
-        unfinished.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:  # a path may have no name, or a zero byte
+        logger.warning("Extensible KV cache: the report could not be written to %r: %s", path, error)
+        with suppress(OSError, ValueError):
+            if unfinished is not None:
+                unfinished.unlink(missing_ok=True)
