@@ -304,6 +304,8 @@ class RoutingMode(TorchFunctionMode):
             return False
         if func is torch.full and not _is_zero(args[1] if len(args) > 1 else kwargs.get("fill_value")):
             return False
+        if func is torch.empty_strided and min([*_strides(args, kwargs), 0]) < 0:
+            return False  # PyTorch refuses them, except on the meta device
         source = (args[0] if args else kwargs.get("input")) if like else None
         if like and not _is_plain(source):
             return False
@@ -314,6 +316,10 @@ class RoutingMode(TorchFunctionMode):
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         return device.type == self._device.type and (device.type == "cpu" or device == self._device)
+
+
+def _strides(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[1] if len(args) > 1 else kwargs.get("stride", ())
 
 
 def _is_zero(value: Any) -> bool:

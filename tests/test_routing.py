@@ -72,6 +72,8 @@ def test_routing_everything_else_stays_with_pytorch(device):
         for t, k in zip(others[:3], (1, 1, 3), strict=True)
     )
     assert others[3].signbit().all()
+    with pytest.raises(RuntimeError), extensible_kv_pool(device):
+        torch.empty_strided((4, MIB), (-1, 1), device=device)
     with pytest.raises(PoolValueError, match="before bind"):
         pool.commit(1)
 
