@@ -405,8 +405,8 @@ class PoolController:
             for m in self._members
         )
         raise PoolValueError(
-            f"a view at 0x{address:x} lies outside the pool's memory ({ranges or 'no tensors'}): the pool takes "
-            "what is made inside its context, on its device, with at least min_bytes and as the predicate says"
+            f"a view at 0x{address:x} lies outside the pool's memory ({ranges or 'no tensors'}): it takes "
+            "what is made inside its context, on its device, of min_bytes or more, and as the predicate says"
         )
 
     def _check_bound(self, operation: str, num_blocks: int) -> None:
