@@ -103,14 +103,19 @@ def import_(connection: socket.socket, device: torch.device | str | int | None =
     magic, size = _HEADER.unpack(_receive(connection, _HEADER.size))
     if magic != _MAGIC:
         raise PoolValueError(f"not an export of this version: it begins with {magic!r}, expected {_MAGIC!r}")
-    description = json.loads(_receive(connection, size))
+    text = _receive(connection, size)
     torch_device = resolve_device(device)
     here = (DRIVER_KINDS[driver_of(torch_device)[0]], _identity(torch_device))
-    there = (description["driver"], description["device"])
+    try:
+        description = json.loads(text)
+        there = (description["driver"], description["device"])
+        pool = ImportedPool(torch_device, description["num_blocks"])
+        num_files = sum(len(item["chunks"]) for item in description["reservations"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise PoolValueError(f"the {size} bytes {text[:40]!r} describe no export: {error!r}") from None
     if here != there:
         raise PoolValueError(f"the export is of {' '.join(there)}, and {torch_device} is {' '.join(here)}")
-    pool = ImportedPool(torch_device, description["num_blocks"])
-    files = _receive_files(connection, sum(len(item["chunks"]) for item in description["reservations"]))
+    files = _receive_files(connection, num_files)
     try:
         first = 0
         for item in description["reservations"]:

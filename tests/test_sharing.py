@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -220,4 +221,12 @@ def test_import_of_something_else_is_refused():
     ours, theirs = socket.socketpair()
     theirs.sendall(b"HTTP/1.1 200 OK")
     with pytest.raises(PoolValueError, match="HTTP"):
+        import_(ours, "cpu")
+
+
+@pytest.mark.parametrize("text", [b"{}", b"[]", b"abc", b"\xff", b'{"driver": "host"}'])
+def test_import_of_a_description_that_is_none_is_refused(text):
+    ours, theirs = socket.socketpair()
+    theirs.sendall(struct.pack("!4sI", b"EKV1", len(text)) + text)
+    with pytest.raises(PoolValueError, match=f"the {len(text)} bytes .* describe no export"):
         import_(ours, "cpu")
