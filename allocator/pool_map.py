@@ -60,7 +60,8 @@ def snapshot_in(data: Any, rank: int = 0) -> Any:
     """Return the snapshot of `rank` in what an engine said of its workers; a snapshot is returned as it is.
 
     `data` is an engine's report (``{"ranks": [{"rank", "snapshot"}, ...]}``), the answer of its server to a
-    ``/collective_rpc`` (``{"results": [snapshot, ...]}``), or the list in it.
+    ``/collective_rpc`` (``{"results": [snapshot, ...]}``), or the list in it; of `ekv_report` as of
+    `ekv_snapshot`.
 
     Raises
     ------
@@ -68,13 +69,14 @@ def snapshot_in(data: Any, rank: int = 0) -> Any:
         There is no such rank with a pool; the message names those that there are.
     """
     if isinstance(data, Mapping) and isinstance(data.get("ranks"), list):
-        several = [entry.get("snapshot") for entry in data["ranks"] if isinstance(entry, Mapping)]
+        several = data["ranks"]
     elif isinstance(data, Mapping) and isinstance(data.get("results"), list):
         several = data["results"]
     elif isinstance(data, list):
         several = data
     else:
         return data
+    several = [entry.get("snapshot", entry) for entry in several if isinstance(entry, Mapping)]
     found = {entry.get("rank"): entry for entry in several if isinstance(entry, Mapping)}
     if rank not in found:
         ranks = ", ".join(str(name) for name in found) or "none"

@@ -162,13 +162,14 @@ def test_map_output_draws_a_picture(snapshot_path: Path, suffix: str) -> None:
 PARTIAL = '{"committed_blocks": 1, "reservations": [], "segments": [], "chunks": []}'
 
 
-@pytest.mark.parametrize("form", ["report", "answer", "list"])
+@pytest.mark.parametrize("form", ["report", "answer", "list", "ekv_report"])
 def test_map_finds_a_rank_in_what_an_engine_said(tmp_path: Path, snapshot_path: Path, form: str) -> None:
     snapshot = json.loads(snapshot_path.read_text())
     several = [None, {**snapshot, "rank": 1}]
     data = {
         "report": {"kind": "extensible-kv start", "ranks": [{"rank": 1, "snapshot": several[1]}]},
         "answer": {"results": several},
+        "ekv_report": [None, {"rank": 1, "snapshot": several[1]}],
         "list": several,
     }[form]
     path = tmp_path / "several.json"
