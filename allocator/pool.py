@@ -172,16 +172,11 @@ class PoolController:
             layout = BlockLayout.from_views(
                 member.reservation.base, member.reservation.size_bytes, [*member.views, spec]
             )
-            for other in self._live():
-                if (
-                    other is not member
-                    and other.layout
-                    and other.layout.capacity_blocks != layout.capacity_blocks
-                ):
-                    raise PoolValueError(
-                        f"a view with {layout.capacity_blocks} blocks cannot join a pool of "
-                        f"{other.layout.capacity_blocks} blocks"
-                    )
+            blocks = next(self._capacities_beside(member), None)  # one is enough: they agree with each other
+            if blocks not in (None, layout.capacity_blocks):
+                raise PoolValueError(
+                    f"a view with {layout.capacity_blocks} blocks cannot join a pool of {blocks} blocks"
+                )
             member.reservation.set_layout(layout)
             member.layout = layout
             member.views.append(spec)
@@ -396,10 +391,16 @@ class PoolController:
             self._members = [member for member, _ in living]
             return living
 
+    def _capacities_beside(self, member: _Member) -> Iterator[int]:
+        for other in self._members:
+            if other is not member and other.layout and _info(other.reservation) is not None:
+                yield other.layout.capacity_blocks
+
     def _member_of(self, address: int) -> _Member:
-        for member in self._live():
-            if member.contains(address):
+        for member in self._members:
+            if member.contains(address) and _info(member.reservation) is not None:
                 return member
+        self._live()
         ranges = ", ".join(
             f"0x{m.reservation.base:x}..0x{m.reservation.base + m.reservation.size_bytes:x}"
             for m in self._members
