@@ -5,6 +5,7 @@ back there for a transient of capture (cases 1 and 3).
 """
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,12 @@ def test_neighbour_at_every_stage_leaves_cache_what_is_free(
     warnings = [line for line in answer["log"].splitlines() if "could not back" in line]
     assert len(warnings) == (mib == 48)
     for warning in warnings:
-        assert "rank 0 could not back 128 blocks of the KV cache: host: " in warning
+        assert re.search(r"rank 0 could not back 128 blocks of the KV cache: .*: host: \w+ failed: ", warning)
         assert "going on with 96 blocks" in warning
 
 
 def test_neighbour_that_leaves_nothing_for_warm_up_is_named(run_engine: Run) -> None:
     error = start(run_engine, {"reserve": 63})["error"]
     assert error["type"] == "SizingError"
-    assert "rank 0 could not back the 4 blocks that warm-up needs: host: " in error["text"]
+    assert re.search(r"rank 0 could not back the 4 blocks that warm-up needs: .*: host: ", error["text"])
     assert "(12)" in error["text"]
