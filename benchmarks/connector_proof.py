@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engines import ENGINE_ENV, FLAG, portable, run_engine, with_shared_compile_cache
+from engines import ENGINE_ENV, FLAG, run_engine, truth, with_shared_compile_cache
 from pair import Pair
 
 from allocator import results
@@ -36,10 +36,8 @@ def connector_records(base: dict[str, Any], log: Path) -> Iterator[dict[str, Any
     llm = {**base, "enable_prefix_caching": True, "gpu_memory_utilization": 0.4}
     llm["cudagraph_capture_sizes"] = [1, 2, 4, 8, 16, 32]  # nearly all steps have one request
     cached = [{"do": "cached", "prompts": [prompt], "max_tokens": 32} for prompt in PROMPTS]
-    reference = run_engine(
-        llm | {"kv_cache_memory_bytes": PAIR_CACHE_BYTES}, _copies(cached * 2), {}, False, log
-    )
-    yield _true("connectors_reference_starts", not reference["error"], str(reference["error"] or "")[:500])
+    reference = run_engine(llm | {"kv_cache_memory_bytes": PAIR_CACHE_BYTES}, cached * 2, {}, False, log)
+    yield truth("connectors_reference_starts", not reference["error"], str(reference["error"] or "")[:500])
     if reference["error"]:
         return
     from_cache = [one for answer in reference["results"][len(PROMPTS) :] for one in answer]
@@ -60,8 +58,8 @@ def offload_records(
         transfer = {"kv_connector": name, "kv_role": "kv_both"}
         transfer["kv_connector_extra_config"] = {"cpu_bytes_to_use": OFFLOAD_BYTES}
         sized = llm | {"kv_cache_memory_bytes": CACHE_BYTES, "kv_transfer_config": transfer}
-        run = run_engine(sized, _copies(steps), {}, True, log)
-        yield _true(f"{name}_starts", not run["error"], str(run["error"] or "")[:500])
+        run = run_engine(sized, steps, {}, True, log)
+        yield truth(f"{name}_starts", not run["error"], str(run["error"] or "")[:500])
         if run["error"]:
             continue
         answers, count = run["results"], len(cached)
@@ -71,19 +69,19 @@ def offload_records(
         napped = [one for answer in answers[2 * count + 5 :] for one in answer]
         hits = [sum(one["cached_tokens"] for one in outputs) for outputs in (first, again)]
         told = any("committed" in line and "Extensible KV cache" in line for line in run["log"])
-        yield _true(f"{name}_with_the_extensible_cache", told)
+        yield truth(f"{name}_with_the_extensible_cache", told)
         note = f"first {hits[0]}; between them {evict}"
         whole = sum(len(prompt) - 1 for prompt in PROMPTS)
         yield results.record(
             f"{name}_tokens_from_the_host", hits[1], "tokens", limit=whole, better="equal", note=note
         )
-        yield _true(
+        yield truth(
             f"{name}_output_identical_to_prefix_hits_without", _outputs(again) == _outputs(from_cache)
         )
-        yield _true(f"{name}_tokens_after_a_nap_identical", _tokens(napped) == _tokens(first))
+        yield truth(f"{name}_tokens_after_a_nap_identical", _tokens(napped) == _tokens(first))
         held = f"{pool['physical_bytes']} bytes in {pool['chunks']} allocations before"
         slept = asleep["physical_bytes"] == 0 and woken["physical_bytes"] == pool["physical_bytes"]
-        yield _true(f"{name}_pool_holds_nothing_asleep", slept, held)
+        yield truth(f"{name}_pool_holds_nothing_asleep", slept, held)
 
 
 def nixl_records(
@@ -91,7 +89,7 @@ def nixl_records(
 ) -> Iterator[dict[str, Any]]:
     """Prefill in one process and decode in another, on one device and on two where there are two."""
     installed = importlib.util.find_spec("nixl") is not None
-    yield _true("nixl_is_installed", installed)
+    yield truth("nixl_is_installed", installed)
     if not installed:
         return
     import pynvml
@@ -111,7 +109,7 @@ def nixl_records(
                 continue
             runs[kind] = pair_run(config, log, PAIR_ENV, devices, nap=kind == "napping")
             error = runs[kind]["error"]
-            yield _true(f"nixl_{name}_{kind}_starts", not error, str(error or "")[:500])
+            yield truth(f"nixl_{name}_{kind}_starts", not error, str(error or "")[:500])
         if not runs["flag"]["error"] and not runs["stock"]["error"]:
             yield from pair_records(name, runs["flag"], runs["stock"], from_cache)
         if not runs.get("napping", {"error": "not run"})["error"]:
@@ -149,10 +147,10 @@ def pair_records(
     outputs = flag["small"]["outputs"]
     moved = sum(size for size, _ in flag["small"]["moved"])
     yield results.record(f"nixl_{name}_bytes_moved", moved, "bytes", limit=1, better="higher")
-    yield _true(f"nixl_{name}_output_as_the_stock_pair", outputs == stock["small"]["outputs"])
-    yield _true(f"nixl_{name}_tokens_as_one_engine_without", _tokens(outputs) == _tokens(from_cache))
-    yield _true(f"nixl_{name}_logprobs_as_one_engine_without", _outputs(outputs) == _outputs(from_cache))
-    yield _true(f"nixl_{name}_large_output_as_the_stock_pair", *_same(flag["large"], stock["large"]))
+    yield truth(f"nixl_{name}_output_as_the_stock_pair", outputs == stock["small"]["outputs"])
+    yield truth(f"nixl_{name}_tokens_as_one_engine_without", _tokens(outputs) == _tokens(from_cache))
+    yield truth(f"nixl_{name}_logprobs_as_one_engine_without", _outputs(outputs) == _outputs(from_cache))
+    yield truth(f"nixl_{name}_large_output_as_the_stock_pair", *_same(flag["large"], stock["large"]))
     rates = {}
     for kind, run in (("flag", flag), ("stock", stock)):
         size, seconds = (sum(one[i] for one in run["large"]["moved"]) for i in (0, 1))
@@ -163,7 +161,7 @@ def pair_records(
     snapshots = [one["snapshot"] for one in flag["started"]]
     kinds = {snapshot["reservations"][0]["handle_kind"] for snapshot in snapshots}
     pieces = all(len(snapshot["chunks"]) <= len(snapshot["segments"]) for snapshot in snapshots)
-    yield _true(f"nixl_{name}_one_allocation_a_layer", pieces, f"handle kinds: {sorted(kinds)}")
+    yield truth(f"nixl_{name}_one_allocation_a_layer", pieces, f"handle kinds: {sorted(kinds)}")
     ratio = rates["flag"] / rates["stock"] if rates["stock"] else 0.0
     # Source: libuct_cuda of nixl-cu13 1.5.1: it exports memory like ours by a fabric handle or not at all.
     note = (
@@ -173,18 +171,18 @@ def pair_records(
     yield results.record(
         f"nixl_{name}_bandwidth_flag_vs_stock", ratio, "", limit=limit, better="higher", note=note
     )
-    yield _true(f"nixl_{name}_engines_exit_cleanly", flag["exits"] == [0, 0], str(flag["exits"]))
+    yield truth(f"nixl_{name}_engines_exit_cleanly", flag["exits"] == [0, 0], str(flag["exits"]))
 
 
 def nap_records(name: str, run: dict[str, Any], from_cache: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """What a pair with the flag is held to over a nap of both engines."""
     naps = run["naps"]
     slept = all(nap["error"] is None and nap["asleep_bytes"] == 0 and nap["awake_bytes"] > 0 for nap in naps)
-    yield _true(f"nixl_{name}_pools_hold_nothing_asleep", slept, str(naps))
+    yield truth(f"nixl_{name}_pools_hold_nothing_asleep", slept, str(naps))
     tokens = _tokens(run["small"]["outputs"])
-    yield _true(f"nixl_{name}_napping_tokens_as_one_engine_without", tokens == _tokens(from_cache))
-    yield _true(f"nixl_{name}_output_after_a_nap_identical", *_same(run["after nap"], run["small"]))
-    yield _true(f"nixl_{name}_napping_engines_exit_cleanly", run["exits"] == [0, 0], str(run["exits"]))
+    yield truth(f"nixl_{name}_napping_tokens_as_one_engine_without", tokens == _tokens(from_cache))
+    yield truth(f"nixl_{name}_output_after_a_nap_identical", *_same(run["after nap"], run["small"]))
+    yield truth(f"nixl_{name}_napping_engines_exit_cleanly", run["exits"] == [0, 0], str(run["exits"]))
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> tuple[bool, str]:
@@ -208,11 +206,3 @@ def _outputs(outputs: list[dict[str, Any]]) -> list[Any]:
         )
         for output in outputs
     ]
-
-
-def _copies(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [dict(step) for step in steps]
-
-
-def _true(name: str, value: bool, note: str = "") -> dict[str, Any]:
-    return results.record(name, value, "", limit=True, better="equal", note=portable(note))

@@ -18,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from engine_server import EngineServer
 
+from allocator import results
+
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
 UTILIZATION = 0.9
@@ -139,6 +141,11 @@ def story(run: dict[str, Any]) -> list[str]:
 def portable(text: str) -> str:
     """Return `text` without the paths of this machine, which results must not hold."""
     return ABSOLUTE_PATH.sub("<path>", text)
+
+
+def truth(name: str, value: bool, note: str = "", limit: bool | None = True) -> dict[str, Any]:
+    """Return the record of what is to be `limit`, or is only told where that is None."""
+    return results.record(name, value, "", limit=limit, better="equal", note=portable(note)[:1500])
 
 
 def budget_left(run: dict[str, Any]) -> float:

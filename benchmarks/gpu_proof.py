@@ -20,7 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from connector_proof import connector_records
-from engines import ROOT, UTILIZATION, budget_left, model_path, portable, run_engine, story, used_note
+from engines import (
+    ROOT,
+    UTILIZATION,
+    budget_left,
+    model_path,
+    run_engine,
+    story,
+    truth,
+    used_note,
+)
 from ranks_proof import tp_records
 from sizing_proof import sizing_records
 from sleep_proof import sleep_records
@@ -82,8 +91,8 @@ def guarded(part: str, items: Iterator[dict[str, Any]]) -> Iterator[dict[str, An
         yield from items
     except Exception as error:
         traceback.print_exc()
-        note = portable(f"{type(error).__name__}: {error}")[:500]
-    yield results.record(f"{part}_ran_to_its_end", not note, "", limit=True, better="equal", note=note)
+        note = f"{type(error).__name__}: {error}"
+    yield truth(f"{part}_ran_to_its_end", not note, note)
 
 
 def pool_tests(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -247,20 +256,13 @@ def compare(name: str, stock: dict[str, Any], flag: dict[str, Any]) -> Iterator[
     """The records of one configuration: starts, same output, within the budget, what the log says."""
     for kind, run in (("stock", stock), ("flag", flag)):
         error = run["error"] or ""
-        yield results.record(
-            f"{name}_{kind}_starts",
-            not error,
-            "",
-            limit=True,
-            better="equal",
-            note=portable(str(error))[:500],
-        )
+        yield truth(f"{name}_{kind}_starts", not error, str(error)[:500])
     if stock["error"] or flag["error"]:
         return
     pairs = list(zip(stock["results"][0], flag["results"][0], strict=True))
     for what in ("tokens", "logprobs"):
         same = all(a[what] == b[what] for a, b in pairs)
-        yield results.record(f"{name}_{what}_identical", same, "", limit=True, better="equal")
+        yield truth(f"{name}_{what}_identical", same)
     distinct = len({token for output in flag["results"][0] for token in output["tokens"]})
     yield results.record(f"{name}_distinct_tokens", distinct, "tokens", limit=200, better="higher")
     figures = [run["results"][-1] for run in (flag, stock)]
@@ -278,9 +280,7 @@ def compare(name: str, stock: dict[str, Any], flag: dict[str, Any]) -> Iterator[
     )
     told, untold = story(flag), story(stock)
     grew = any("committed" in line for line in told) and not untold
-    yield results.record(
-        f"{name}_only_the_flag_grew", grew, "", limit=True, better="equal", note=" | ".join(told)[:1500]
-    )
+    yield truth(f"{name}_only_the_flag_grew", grew, " | ".join(told)[:1500])
 
 
 def base(args: argparse.Namespace) -> dict[str, Any]:

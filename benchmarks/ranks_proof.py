@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engines import GIB, portable, run_engine, story
+from engines import GIB, run_engine, story, truth
 
 from allocator import results
 
@@ -32,20 +32,20 @@ def tp_records(
     load = {**LOAD, "seconds": load_seconds}
     steps = [{"do": "generate", "prompts": prompts, "max_tokens": 64}, {"do": "cache"}, load]
     report = [{"do": "rpc", "method": "ekv_report"}]
-    stock = run_engine(llm, [dict(step) for step in steps], ENV, False, log, RANKS)
-    flag = run_engine(llm, [dict(step) for step in [*steps, *report]], ENV, True, log, RANKS)
+    stock = run_engine(llm, steps, ENV, False, log, RANKS)
+    flag = run_engine(llm, [*steps, *report], ENV, True, log, RANKS)
     for name, run in (("stock", stock), ("flag", flag)):
-        yield _true(f"tp2_{name}_starts", not run["error"], _text(run["error"]))
+        yield truth(f"tp2_{name}_starts", not run["error"], _text(run["error"]))
     if stock["error"] or flag["error"]:
         return
     pairs = list(zip(stock["results"][0], flag["results"][0], strict=True))
     for what in ("tokens", "logprobs"):
-        yield _true(f"tp2_{what}_identical", all(a[what] == b[what] for a, b in pairs))
+        yield truth(f"tp2_{what}_identical", all(a[what] == b[what] for a, b in pairs))
     distinct = len({token for output in flag["results"][0] for token in output["tokens"]})
     yield results.record("tp2_distinct_tokens", distinct, "tokens", limit=200, better="higher")
     for name, run in (("stock", stock), ("flag", flag)):
         did = run["results"][2]
-        yield _true(f"tp2_{name}_survives_load", did["error"] is None, _text(did["error"]))
+        yield truth(f"tp2_{name}_survives_load", did["error"] is None, _text(did["error"]))
         yield results.record(f"tp2_{name}_start_s", run["seconds"]["start"], "s")
         yield results.record(f"tp2_{name}_kv_tokens", run["results"][1]["kv_cache_size_tokens"], "tokens")
     yield from _ranks(flag, stock)
@@ -55,7 +55,7 @@ def _ranks(flag: dict[str, Any], stock: dict[str, Any]) -> Iterator[dict[str, An
     reports = flag["results"][3]
     blocks = [report["committed_blocks"] for report in reports]
     measured = [report["measured"]["blocks"] for report in reports]
-    yield _true("tp2_ranks_commit_the_same", blocks == [min(measured)] * RANKS, f"{blocks} of {measured}")
+    yield truth("tp2_ranks_commit_the_same", blocks == [min(measured)] * RANKS, f"{blocks} of {measured}")
     for rank, report in enumerate(reports):
         budget = report["measured"]["requested_bytes"]
         note = f"budget {budget / GIB:.3f} GiB, NVML every 5 ms, the context included"
@@ -65,14 +65,10 @@ def _ranks(flag: dict[str, Any], stock: dict[str, Any]) -> Iterator[dict[str, An
         )
         left = (budget - stock["use"]["peaks"][rank]) / GIB
         yield results.record(f"tp2_rank{rank}_budget_left_stock_gib", left, "GiB", note=note)
-    yield _true(
+    yield truth(
         "tp2_only_the_flag_grew", bool(story(flag)) and not story(stock), " | ".join(story(flag))[:1500]
     )
 
 
 def _text(error: dict[str, str] | None) -> str:
     return f"{error['type']}: {error['text']}"[:500] if error else ""
-
-
-def _true(name: str, value: bool, note: str = "") -> dict[str, Any]:
-    return results.record(name, value, "", limit=True, better="equal", note=portable(note))

@@ -11,7 +11,7 @@ from typing import Any
 
 import adapters
 import image_model
-from engines import GIB, model_path, portable, run_engine, story
+from engines import GIB, model_path, portable, run_engine, story, truth
 from sizing_configurations import CONFIGURATIONS, Configuration
 
 from allocator import results
@@ -29,10 +29,7 @@ def sizing_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         llm, load = _job(configuration, args.load_seconds)
         steps = [{"do": "figures"}, load, {"do": "figures"}]
         stock, flag = (
-            run_engine(
-                llm, [dict(step) for step in steps], configuration.env, on, args.output / "engines.log"
-            )
-            for on in (False, True)
+            run_engine(llm, steps, configuration.env, on, args.output / "engines.log") for on in (False, True)
         )
         for kind, run in (("stock", stock), ("flag", flag)):
             yield from _records(f"{name}_{kind}", configuration, run, args.load_seconds, kind == "flag")
@@ -73,7 +70,7 @@ def _records(
     told = " | ".join(story(run))
     started = not run["error"]
     limit = True if is_flag else {"start": False, None: None}.get(configuration.stock, True)
-    yield _truth(f"{name}_starts", started, limit, _text(run["error"]) or told)
+    yield truth(f"{name}_starts", started, _text(run["error"]) or told, limit)
     if not started or len(run["results"]) < 3:
         return
     before, load, _ = run["results"]
@@ -84,7 +81,7 @@ def _records(
     survived = load["error"] is None
     limit = True if is_flag else {"load": False, None: None}.get(configuration.stock, True)
     did = {key: load[key] for key in load if key.startswith("widest") or key in ("steps", "generated_tokens")}
-    yield _truth(f"{name}_survives_load", survived, limit, _text(load["error"]) or str(did))
+    yield truth(f"{name}_survives_load", survived, _text(load["error"]) or str(did), limit)
     most = configuration.llm.get("max_num_batched_tokens")
     if survived:
         yield results.record(f"{name}_load_s", load["seconds"], "s", limit=load_seconds, better="higher")
@@ -112,10 +109,6 @@ def _left(run: dict[str, Any], configuration: Configuration) -> float:
 
 def _total_bytes(run: dict[str, Any]) -> int:
     return next((r["device_total_bytes"] for r in run["results"] if "device_total_bytes" in r), 0)
-
-
-def _truth(name: str, value: bool, limit: bool | None, note: str) -> dict[str, Any]:
-    return results.record(name, value, "", limit=limit, better="equal", note=note)
 
 
 def _text(error: dict[str, str] | None) -> str:

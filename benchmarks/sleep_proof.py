@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engines import GIB, run_engine
+from engines import GIB, run_engine, truth
 
 from allocator import results
 
@@ -26,20 +26,20 @@ def sleep_records(base: dict[str, Any], log: Path, prompts: list[list[int]]) -> 
     steps = [generate, nap, wake, generate, *reload, generate]
     both = {**base, "enable_sleep_mode": True, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
     runs = {
-        "stock": run_engine(both, _copies(steps), {}, False, log),
-        "flag": run_engine(both, _copies(steps), {}, True, log),
+        "stock": run_engine(both, steps, {}, False, log),
+        "flag": run_engine(both, steps, {}, True, log),
         # Without vLLM's sleep mode the weights stay, so that level 2 needs no other ones.
-        "alone": run_engine({**both, "enable_sleep_mode": False}, _copies(steps[:4]), {}, True, log),
+        "alone": run_engine({**both, "enable_sleep_mode": False}, steps[:4], {}, True, log),
     }
     for name, run in runs.items():
-        yield _true(f"sleep_{name}_starts", not run["error"], str(run["error"] or "")[:500])
+        yield truth(f"sleep_{name}_starts", not run["error"], str(run["error"] or "")[:500])
     if any(run["error"] for run in runs.values()):
         return
     for name, run in runs.items():
         outputs = [answer for answer in run["results"] if isinstance(answer, list) and _is_output(answer)]
         same = all(output == outputs[0] for output in outputs[1:])
-        yield _true(f"sleep_{name}_output_identical_after_each_nap", same and len(outputs) > 1)
-    yield _true("sleep_flag_output_as_stock", runs["flag"]["results"][0] == runs["stock"]["results"][0])
+        yield truth(f"sleep_{name}_output_identical_after_each_nap", same and len(outputs) > 1)
+    yield truth("sleep_flag_output_as_stock", runs["flag"]["results"][0] == runs["stock"]["results"][0])
     yield from _memory(runs)
     yield from _hits(both, log, prompts)
 
@@ -47,7 +47,7 @@ def sleep_records(base: dict[str, Any], log: Path, prompts: list[list[int]]) -> 
 def _memory(runs: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for number, level in ((1, 1), (4, 2)):
         flag, stock = (runs[name]["results"][number] for name in ("flag", "stock"))
-        yield _true(f"sleep_level_{level}_pool_holds_nothing", flag["physical_bytes"] == 0)
+        yield truth(f"sleep_level_{level}_pool_holds_nothing", flag["physical_bytes"] == 0)
         yield results.record(
             f"sleep_level_{level}_free_less_than_stock_gib",
             (stock["device_free_bytes"] - flag["device_free_bytes"]) / GIB,
@@ -67,24 +67,16 @@ def _hits(base: dict[str, Any], log: Path, prompts: list[list[int]]) -> Iterator
     cached = {"do": "cached", "prompts": prompts}
     steps = [cached, cached, {"do": "sleep", "level": 1}, {"do": "wake_up"}, cached]
     llm = {**base, "enable_prefix_caching": True, "additional_config": OPTION}
-    run = run_engine(llm, _copies(steps), {}, False, log)
-    yield _true("sleep_backup_starts", not run["error"], str(run["error"] or "")[:500])
+    run = run_engine(llm, steps, {}, False, log)
+    yield truth("sleep_backup_starts", not run["error"], str(run["error"] or "")[:500])
     if run["error"]:
         return
     _, before, asleep, _, after = run["results"]
     hits = sum(output["cached_tokens"] for output in after)
     yield results.record("sleep_backup_cached_tokens_after", hits, "tokens", limit=1, better="higher")
-    yield _true("sleep_backup_output_and_hits_identical", before == after)
-    yield _true("sleep_backup_pool_holds_nothing", asleep["physical_bytes"] == 0)
+    yield truth("sleep_backup_output_and_hits_identical", before == after)
+    yield truth("sleep_backup_pool_holds_nothing", asleep["physical_bytes"] == 0)
 
 
 def _is_output(answer: list[Any]) -> bool:
     return bool(answer) and isinstance(answer[0], dict) and "tokens" in answer[0]
-
-
-def _copies(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [dict(step) for step in steps]
-
-
-def _true(name: str, value: bool, note: str = "") -> dict[str, Any]:
-    return results.record(name, value, "", limit=True, better="equal", note=note)

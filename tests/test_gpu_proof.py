@@ -28,7 +28,7 @@ PATHS = [
     "/opt/venv/lib/x.py:3",
     "see /tmp/a",
     "error:/tmp/a/b",
-    "file '/root/a-b/c+d.so'",
+    "file '/opt/a-b/c+d.so'",
     "(/srv/x/)",
     "a=/x/y, /z/w",
 ]

@@ -12,7 +12,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["free_bytes", "model_bytes", "own_bytes", "quiet_random", "settle", "without_graph_estimation"]
+__all__ = [
+    "free_bytes",
+    "model_bytes",
+    "own_bytes",
+    "quiet_random",
+    "replaced",
+    "settle",
+    "without_graph_estimation",
+]
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give attribute `name` of `owner` another value inside the block."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 @contextmanager

@@ -8,27 +8,15 @@ not fill.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from vllm_integration.least_cache import run_in_least_cache
-from vllm_integration.measure import quiet_random
+from vllm_integration.measure import quiet_random, replaced
 from vllm_integration.widest_logits import make_widest_logits
 from vllm_integration.widest_sampling import max_requests, not_measured, samples, widest_sampling
 
-__all__ = ["clamped", "encoder_shortfall_tokens", "run_widest_step"]
-
-
-@contextmanager
-def clamped(plan: Any, num_blocks: int) -> Iterator[None]:
-    """Let the runner that holds `plan` believe inside the block that its cache has `num_blocks` blocks."""
-    capacity = plan.num_blocks
-    plan.num_blocks = num_blocks
-    try:
-        yield
-    finally:
-        plan.num_blocks = capacity
+__all__ = ["encoder_shortfall_tokens", "run_widest_step"]
 
 
 def run_widest_step(worker: Any, num_blocks: int) -> None:
@@ -150,7 +138,7 @@ def _verify_drafts(worker: Any, num_blocks: int) -> None:
     try:
         from vllm.v1.worker.gpu.warmup import warmup_kernels
 
-        with clamped(runner.kv_cache_config, num_blocks):
+        with replaced(runner.kv_cache_config, "num_blocks", num_blocks):
             warmup_kernels(runner, worker.execute_model, worker.sample_tokens)
     except torch.OutOfMemoryError:
         raise

@@ -15,7 +15,6 @@ from vllm_integration import allocation, fallback, measure, own_context, worker_
 from vllm_integration.config import Options
 from vllm_integration.log import logger
 from vllm_integration.prefix import warmup_blocks
-from vllm_integration.widest_step import clamped
 from vllm_integration.worker_sleep import SleepingWorker
 from vllm_integration.worker_state import WorkerCache
 
@@ -98,7 +97,8 @@ class ExtensibleWorker(SleepingWorker):
         if cache is None or cache.pool is None:
             return super().compile_or_warm_up_model()
         plan = self.model_runner.kv_cache_config
-        with clamped(plan, cache.pool.committed_blocks), cache.stage("warm-up"):
+        # What the runner believes of its cache while only the prefix is backed.
+        with measure.replaced(plan, "num_blocks", cache.pool.committed_blocks), cache.stage("warm-up"):
             return super().compile_or_warm_up_model()
 
     def get_simple_cpu_offload_num_cpu_blocks(self: Any) -> int | None:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_integration.connectors import MULTI, SIMPLE_OFFLOAD, uses_layers
+from vllm_integration.measure import replaced
 from vllm_integration.narrowing import Narrowing, narrow_layers
 
 __all__ = [
@@ -88,7 +89,7 @@ def connect(worker: Any, told: Deferred, pool: Any, num_blocks: int) -> None:
 
     config, narrow = final_config(told.config, num_blocks), Narrowing(pool)
     caches = {name: narrow(cache) for name, cache in told.caches.items()}
-    with _told(worker.cache_config, num_blocks):
+    with replaced(worker.cache_config, "num_gpu_blocks", num_blocks):  # else it stays at the capacity
         ensure_kv_transfer_initialized(worker.vllm_config, config)
         connector = current()
         for one in _flattened(connector):
@@ -158,17 +159,6 @@ def wait_until_idle() -> str | None:
                 return f"the KV connector {SIMPLE_OFFLOAD} is still copying after {IDLE_TIMEOUT_S:.0f} s"
             time.sleep(0.001)
     return None
-
-
-@contextmanager
-def _told(cache_config: Any, num_blocks: int) -> Iterator[None]:
-    """Have the worker's configuration say `num_blocks` inside the block; else it stays at the capacity."""
-    before = cache_config.num_gpu_blocks
-    cache_config.num_gpu_blocks = num_blocks
-    try:
-        yield
-    finally:
-        cache_config.num_gpu_blocks = before
 
 
 def _is_copying(handler: Any) -> bool:
