@@ -116,10 +116,10 @@ class Cache:
         self.told = Deferred(self.config)
         self.told.register_kv_caches(caches)
         self.told.set_host_xfer_buffer_ops(print)
-        cache_config = types.SimpleNamespace(num_gpu_blocks=self.config.num_blocks)
+        vllm_config.cache_config.num_gpu_blocks = self.config.num_blocks  # as a worker has it until then
         runner = types.SimpleNamespace(**{"kv_connector": "none yet"} if v2 else {})
         self.worker = types.SimpleNamespace(
-            vllm_config=vllm_config, cache_config=cache_config, model_runner=runner
+            vllm_config=vllm_config, cache_config=vllm_config.cache_config, model_runner=runner
         )
 
     def connect(self) -> Any:
@@ -425,6 +425,7 @@ def test_stand_in_is_told_what_a_connector_would_be_and_is_gone_afterwards(
     make_cache: Callable[..., Cache], v2: bool
 ) -> None:
     """With the calls that either runner makes while it allocates; the size then is the reservation's."""
+    import recording_connector
     from vllm.distributed.kv_transfer import kv_transfer_state as state
     from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR, get_kv_connector
 
@@ -450,6 +451,9 @@ def test_stand_in_is_told_what_a_connector_would_be_and_is_gone_afterwards(
     cache.config.kv_cache_groups.pop()
     cache.told = told
     assert cache.connect().num_blocks == BLOCKS
+    (made,) = [seen for seen in recording_connector.SEEN[-4:] if seen["what"] == "made"]
+    assert made["num_gpu_blocks"] == BLOCKS
+    assert cache.worker.cache_config.num_gpu_blocks == cache.config.num_blocks > BLOCKS
 
 
 @pytest.mark.vllm

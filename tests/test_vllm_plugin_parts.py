@@ -293,3 +293,27 @@ def test_model_without_cache_is_planned_as_vllm_does(
     assert planned == [((vllm_config, [{}, {}], [7, 7]), {})]
     assert calls == ["ekv_abandon"]
     assert warnings == ["the model has no KV cache"]
+
+
+def test_warm_up_believes_that_the_cache_ends_with_the_prefix() -> None:
+    """What vLLM's warm-up picks blocks from; behind them nothing is backed."""
+    from vllm_integration.stages import Stages
+    from vllm_integration.worker import ExtensibleWorker
+
+    plan, seen = types.SimpleNamespace(num_blocks=64), []
+
+    class Stock:
+        def compile_or_warm_up_model(self) -> None:
+            seen.append(plan.num_blocks)
+
+    class Extended(ExtensibleWorker, Stock):
+        model_runner = types.SimpleNamespace(kv_cache_config=plan)
+
+    stages, pool = Stages(), types.SimpleNamespace(committed_blocks=5)
+    pool.physical_bytes = pool.reserved_bytes = 0
+    worker = Extended()
+    worker._ekv = types.SimpleNamespace(pool=pool, stage=lambda name: stages.stage(name, lambda: pool))
+    worker.compile_or_warm_up_model()
+    worker._ekv = None
+    worker.compile_or_warm_up_model()
+    assert seen == [5, 64]
