@@ -70,6 +70,8 @@ def run_part(part: str, args: argparse.Namespace) -> list[str]:
     command = f"python benchmarks/gpu_proof.py --parts {part} --layers {args.layers}"
     if part in ("sizing", "tp2"):
         command += f" --load-seconds {args.load_seconds:g}"
+    if part == "startup":
+        command += f" --repeats {args.repeats} --warm-starts {args.warm_starts}"
     if part in ("identity", "sizing") and args.configurations:
         command += f" --configurations {args.configurations}"
     records: list[dict[str, Any]] = []
