@@ -10,13 +10,29 @@ OPTIONS = f"total_memory={1 << 30}"
 OUT_OF_MEMORY, UNKNOWN = 2, 999
 
 
-def climb(stub, prepare, run, failed, succeeded, code=UNKNOWN) -> int:
+def once(stub, n, code):
+    stub.fail_nth(None, n, code, 0)
+
+
+def persistently(stub, n, code):
+    stub.fail_nth(stub.prefix, n, code, 1)
+
+
+def with_a_failing_undo(stub, n, code):
+    stub.fail_nth(None, n, code, 0)
+    stub.fail_after_first(stub.prefix, 1, UNKNOWN, 1)
+
+
+WAYS = (once, persistently, with_a_failing_undo)
+
+
+def climb(stub, prepare, run, failed, succeeded, code=UNKNOWN, way=once) -> int:
     """Fail the n-th call of `run(prepare())`, n = 1, 2, ...; returns how many there are."""
     n = 0
     while True:
         n += 1
         subject = prepare()
-        stub.fail_nth(None, n, code, 0)
+        way(stub, n, code)
         status = run(subject)
         fired = stub.injected()
         stub.fail_clear()

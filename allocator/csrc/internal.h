@@ -12,12 +12,21 @@ typedef uint64_t ekv_handle;
 
 struct ekv_driver;
 
+/* What finding out about a device takes for a moment.  What the driver refuses to take back stays here, and is given
+ * back before the next time. */
+typedef struct ekv_trial {
+    uint64_t address, size;
+    ekv_handle handle;
+    bool reserved, created, mapped;
+} ekv_trial;
+
 /* One device of one driver, opened once per process. */
 typedef struct ekv_device {
     const struct ekv_driver *driver;
     int ordinal;
     void *context; /* cuda: the retained primary context */
     void *stream;  /* cuda, hip: a non-blocking stream for zeroing */
+    ekv_trial trial;
     struct ekv_device *next;
 } ekv_device;
 
@@ -57,6 +66,9 @@ extern const ekv_driver ekv_host_driver, ekv_cuda_driver, ekv_hip_driver;
 int ekv_enter(void); /* clears the error record, checks for a fork, takes the lock */
 void ekv_leave(void);
 int ekv_device_get(int driver, int ordinal, ekv_device **device); /* with the lock held */
+
+/* probe.c: gives back what a trial holds; the driver's first failure is recorded and returned. */
+int ekv_trial_end(ekv_device *device);
 
 /* error.c: the calling thread's record.  The first failure sets status and text, later ones are appended as failed
  * undo steps. */

@@ -3,28 +3,45 @@
 
 #include <string.h>
 
+int ekv_trial_end(ekv_device *device)
+{
+    const ekv_driver *driver = device->driver;
+    ekv_trial *t = &device->trial;
+    int first = 0, code;
+    if (t->mapped) {
+        first = driver->unmap(device, t->address, t->size);
+        t->mapped = first;
+    }
+    if (t->created && !t->mapped) {
+        code = driver->release(device, t->handle, t->size);
+        t->created = code;
+        first = first ? first : code;
+    }
+    if (t->reserved && !t->mapped) {
+        code = driver->unreserve(device, t->address, t->size);
+        t->reserved = code;
+        first = first ? first : code;
+    }
+    return first;
+}
+
 static int try_backing(ekv_device *device, uint64_t granularity)
 {
     const ekv_driver *driver = device->driver;
-    uint64_t address = 0;
-    ekv_handle handle = 0;
-    bool reserved, created = false, mapped = false;
-
-    reserved = !driver->reserve(device, granularity, granularity, &address);
-    if (reserved)
-        created = !driver->create(device, EKV_HANDLE_NONE, granularity, &handle);
-    if (created)
-        mapped = !driver->map(device, address, granularity, handle);
-    if (mapped && !driver->set_access(device, address, granularity) && !driver->zero(device, address, granularity) &&
-        driver->zero_wait(device))
+    ekv_trial *t = &device->trial;
+    if (ekv_trial_end(device))
+        return ekv_error_status();
+    t->size = granularity;
+    t->reserved = !driver->reserve(device, granularity, granularity, &t->address);
+    if (t->reserved)
+        t->created = !driver->create(device, EKV_HANDLE_NONE, granularity, &t->handle);
+    if (t->created)
+        t->mapped = !driver->map(device, t->address, granularity, t->handle);
+    if (t->mapped && !driver->set_access(device, t->address, granularity) &&
+        !driver->zero(device, t->address, granularity) && driver->zero_wait(device))
         driver->synchronize(device); /* nothing may be unmapped while it is being zeroed */
-    /* Each undo step that is refused is tried once more: nobody else will. */
-    if (mapped && driver->unmap(device, address, granularity))
-        driver->unmap(device, address, granularity);
-    if (created && driver->release(device, handle, granularity))
-        driver->release(device, handle, granularity);
-    if (reserved && driver->unreserve(device, address, granularity))
-        driver->unreserve(device, address, granularity);
+    if (ekv_trial_end(device))
+        ekv_trial_end(device);
     return ekv_error_status();
 }
 

@@ -38,9 +38,10 @@ int ekv_pick_handle_kind(ekv_device *device, int *kind, uint64_t *granularity, c
     size_t used = 0;
     if (reason_bytes)
         reason[0] = '\0';
+    if (ekv_trial_end(device))
+        return ekv_error_status();
     for (*kind = EKV_HANDLE_FABRIC; *kind >= EKV_HANDLE_NONE; --*kind) {
         ekv_error_mark mark = ekv_error_get_mark();
-        ekv_handle handle;
         bool rdma = true;
         char text[256];
         int code;
@@ -52,11 +53,14 @@ int ekv_pick_handle_kind(ekv_device *device, int *kind, uint64_t *granularity, c
             continue;
         code = driver->granularity(device, *kind, false, granularity);
         if (!code)
-            code = driver->create(device, *kind, *granularity, &handle);
-        if (!code && driver->release(device, handle, *granularity)) /* once more: nobody else will */
-            driver->release(device, handle, *granularity);
-        if (!code)
+            code = driver->create(device, *kind, *granularity, &device->trial.handle);
+        if (!code) {
+            device->trial.size = *granularity;
+            device->trial.created = true;
+            if (ekv_trial_end(device))
+                ekv_trial_end(device);
             return ekv_error_status();
+        }
         if (code == driver->out_of_memory_code && *kind != EKV_HANDLE_FABRIC)
             return ekv_error_status();
         if (*kind == EKV_HANDLE_NONE)

@@ -68,10 +68,38 @@ static int import_chunk(reservation *r, const ekv_chunk_info *info, int file)
     return 0;
 }
 
+/* Unmaps all chunks of a reservation with room for their handles among the orphans. */
+static void drop_chunks(reservation *r)
+{
+    size_t count = r->chunks.count;
+    r->chunks.count = 0; /* what cannot be unmapped is inserted again, in front of what is still to be read */
+    for (size_t i = 0; i < count; i++) {
+        chunk item = r->chunks.items[i];
+        chunk_drop(r, &item);
+    }
+}
+
+/* What an earlier attempt could not unmap: nobody was told of it, nobody can use it. */
+static int drop_leftovers(reservation *r)
+{
+    if (r->committed_blocks || r->released)
+        return EKV_OK;
+    orphans_retry(r);
+    for (size_t i = 0; i < r->chunks.count; i++)
+        if (r->chunks.items[i].accessible)
+            return EKV_OK;
+    if (chunks_reserve(&r->orphans, r->chunks.count))
+        return ekv_error_status();
+    drop_chunks(r);
+    return ekv_error_status();
+}
+
 static int import_locked(reservation *r, const ekv_chunk_info *chunks, const int *files, size_t num_chunks,
                          uint64_t num_blocks)
 {
-    int status = check_import(r, chunks, num_chunks, num_blocks);
+    int status = drop_leftovers(r);
+    if (!status)
+        status = check_import(r, chunks, num_chunks, num_blocks);
     if (!status)
         status = chunks_reserve(&r->chunks, num_chunks);
     if (!status)
@@ -88,12 +116,7 @@ static int import_locked(reservation *r, const ekv_chunk_info *chunks, const int
         r->committed_blocks = num_blocks;
         return EKV_OK;
     }
-    size_t imported = r->chunks.count;
-    r->chunks.count = 0; /* what cannot be unmapped is inserted again, in front of what is still to be read */
-    for (size_t i = 0; i < imported; i++) {
-        chunk item = r->chunks.items[i];
-        chunk_drop(r, &item);
-    }
+    drop_chunks(r);
     return status;
 }
 
