@@ -95,7 +95,8 @@ class Pair:
                 "VLLM_NIXL_SIDE_CHANNEL_PORT": str(FIRST_PORT + number),
             }
             self.engines.append(Engine({**llm, "kv_transfer_config": TRANSFER}, {**env, **own}, log))
-            if len(set(devices)) == 1:  # each profiles a device that nobody else is changing
+            # On a device that they share, engines that size themselves by what is free start one by one.
+            if len(set(devices)) == 1 and "kv_cache_memory_bytes" not in llm:
                 self.started.append(self.engines[-1].ready())
                 if self.error:
                     break
@@ -111,6 +112,8 @@ class Pair:
         """Prefill in the first engine, and decode in the second, which fetches what the first computed."""
         prefill, decode = self.engines
         first = prefill.do(prompts=prompts, max_tokens=1, transfer=[REMOTE_DECODE] * len(prompts))
+        if first.get("error"):
+            return first
         return decode.do(prompts=prompts, max_tokens=max_tokens, transfer=first["transfer"])
 
     def nap(self) -> list[dict[str, Any]]:

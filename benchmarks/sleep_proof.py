@@ -32,20 +32,23 @@ def sleep_records(base: dict[str, Any], log: Path, prompts: list[list[int]]) -> 
         "alone": run_engine({**both, "enable_sleep_mode": False}, steps[:4], {}, True, log),
     }
     for name, run in runs.items():
-        yield truth(f"sleep_{name}_starts", not run["error"], str(run["error"] or "")[:500])
-    if any(run["error"] for run in runs.values()):
-        return
-    for name, run in runs.items():
+        yield truth(f"sleep_{name}_ran_all_steps", not run["error"], str(run["error"] or "")[:500])
+    for name, run in runs.items():  # an engine that failed in a later step has the results of those before
         outputs = [answer for answer in run["results"] if isinstance(answer, list) and _is_output(answer)]
-        same = all(output == outputs[0] for output in outputs[1:])
-        yield truth(f"sleep_{name}_output_identical_after_each_nap", same and len(outputs) > 1)
-    yield truth("sleep_flag_output_as_stock", runs["flag"]["results"][0] == runs["stock"]["results"][0])
+        which = [output == outputs[0] for output in outputs[1:]]
+        same, note = all(which) and bool(which), f"after each nap: {which}"
+        yield truth(f"sleep_{name}_output_identical_after_each_nap", same, note)
+    first = [run["results"][:1] for run in (runs["flag"], runs["stock"])]
+    yield truth("sleep_flag_output_as_stock", bool(first[0]) and first[0] == first[1])
     yield from _memory(runs)
     yield from _hits(both, log, prompts)
 
 
 def _memory(runs: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    done = min(len(runs[name]["results"]) for name in ("flag", "stock"))
     for number, level in ((1, 1), (4, 2)):
+        if number >= done:
+            continue
         flag, stock = (runs[name]["results"][number] for name in ("flag", "stock"))
         yield truth(f"sleep_level_{level}_pool_holds_nothing", flag["physical_bytes"] == 0)
         yield results.record(
@@ -55,7 +58,10 @@ def _memory(runs: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
             limit=ALLOWED_GIB,
             note=f"free while asleep: {flag['device_free_bytes'] / GIB:.2f} GiB",
         )
+    if done < 3:
+        return
     asleep, awake = runs["flag"]["results"][1:3]
+    yield truth("sleep_level_1_same_addresses", asleep["bases"] == awake["bases"], str(awake["error"] or ""))
     gained = (asleep["device_free_bytes"] - awake["device_free_bytes"]) / GIB
     held = awake["physical_bytes"] / GIB
     yield results.record(

@@ -7,8 +7,9 @@ A step is one of
     {"do": "figures"}                                    what the engine believes about its cache
     {"do": "load", "num_prompts": n, "prompt_tokens": n, "max_tokens": n, "seconds": at least}
 or one that looks inside the engine, see `engine_steps`.
-ANSWER: ``results``, one a step, or ``error`` (type and text of what `vllm.LLM` raised); ``seconds`` of the
-whole start, and of the engine core's `_initialize_kv_caches` where it runs in this process.
+ANSWER: ``results``, one a step; ``error``, type and text of what `vllm.LLM` or a step raised, after which no
+step is run; ``seconds`` of the whole start, and of the engine core's `_initialize_kv_caches` where it runs in
+this process.
 """
 
 import json
@@ -51,7 +52,15 @@ def run(job_file: Path, answer_file: Path) -> None:
         answer["error"] = {"type": type(error).__name__, "text": str(error)}
         signal.alarm(EXIT_LIMIT_S)
     else:
-        answer["results"] = [STEPS[step.pop("do")](llm, **step) for step in job["steps"]]
+        try:
+            for step in job["steps"]:
+                answer["results"].append(STEPS[step.pop("do")](llm, **step))
+        except Exception as error:
+            number = len(answer["results"])
+            answer["error"] = {"type": type(error).__name__, "text": f"in step {number}: {error}"}
+            answer_file.write_text(json.dumps(answer))
+            signal.alarm(EXIT_LIMIT_S)
+            raise
     answer_file.write_text(json.dumps(answer))
 
 

@@ -7,6 +7,7 @@
 {"do": "host_memory", "bytes": n}: what a backup finds available; 0: what there really is
 """
 
+import time
 from typing import Any
 
 from sleep_extension import Budget
@@ -87,7 +88,7 @@ def _state(llm: Any) -> dict[str, Any]:
 
     state: dict[str, Any] = {"sleeping": bool(llm.llm_engine.is_sleeping())}
     if torch.cuda.is_available():
-        state["device_free_bytes"] = torch.cuda.mem_get_info()[0]
+        state["device_free_bytes"] = _settled_free_bytes()
     if not llm.llm_engine.vllm_config.additional_config:
         return state  # vLLM as it is
     ranks = llm.collective_rpc("ekv_snapshot")
@@ -99,6 +100,17 @@ def _state(llm: Any) -> dict[str, Any]:
         "bases": [reservation["base"] for reservation in ranks[0]["reservations"]],
         "memfd_bytes": Budget().memfd_bytes(),
     }
+
+
+def _settled_free_bytes(seconds: float = 3.0) -> int:
+    """Return what is free once it has stopped changing: a driver clears freed memory in the background."""
+    import torch
+
+    deadline, before, free = time.monotonic() + seconds, -1, torch.cuda.mem_get_info()[0]
+    while free != before and time.monotonic() < deadline:
+        time.sleep(0.1)
+        before, free = free, torch.cuda.mem_get_info()[0]
+    return int(free)
 
 
 STEPS = {

@@ -19,6 +19,8 @@ import engine_server
 import engines
 import gpu_proof
 import pair
+import sleep_proof
+from test_vllm_plugin import ENV, SMALL
 
 from allocator import results
 from allocator.results_schema import check_record
@@ -94,9 +96,35 @@ def test_sanitizer_tells_errors_of_memory_from_calls_that_failed() -> None:
     def values(output: str) -> list[Any]:
         return [item["value"] for item in gpu_proof.sanitizer_records(output, 99)]
 
-    assert values(call + end.format(1)) == [0, 1, 12]
-    assert values(call + invalid + end.format(2)) == [1, 1, 12]
-    assert values("compute-sanitizer: no device") == [-1, 0, 0]
+    assert values(call + end.format(1)) == [0, 1, 12, 0]
+    assert values(call + invalid + end.format(2)) == [1, 1, 12, 0]
+    assert values("compute-sanitizer: no device") == [-1, 0, 0, 0]
+    assert values("2 failed, " + end.format(0)) == [0, 0, 12, 2]
+    assert values("12 passed, 1 error in 60.1s\n========= ERROR SUMMARY: 0 errors\n") == [0, 0, 12, 1]
+
+
+SEE_A_GPU = """
+import torch
+torch.cuda.is_available = lambda: True
+def pytest_collection_finish(session):
+    for item in session.items:
+        print("SELECTED", item.name, *sorted(item.function.__code__.co_names))
+"""
+
+
+def test_sanitizer_selects_tests_without_processes_of_their_own_or_figures_of_free_memory(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "see_a_gpu.py").write_text(SEE_A_GPU)
+    options = ["-p", "see_a_gpu", "-p", "no:cacheprovider", "-q", "-s", "-m", "gpu", "--collect-only"]
+    command = [sys.executable, "-m", "pytest", *options, "-k", gpu_proof.SANITIZED]
+    tests = [engines.ROOT / "tests" / name for name in ("test_pool.py", "test_gpu_pool.py")]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([*command, *map(str, tests)], capture_output=True, text=True, env=env, check=False)
+    selected = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("SELECTED")]
+    assert len(selected) >= 8, done.stdout + done.stderr
+    for name, *used in selected:
+        assert not {"run_python", "subprocess", "memory_info", "OutOfMemoryError"} & set(used), name
 
 
 def test_engines_share_what_they_compile_only_where_it_is_the_same_code() -> None:
@@ -154,3 +182,38 @@ def _runs(process: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(280)
+def test_engine_whose_step_failed_keeps_the_steps_before_it(run_engine: Any) -> None:
+    failing = {"do": "rpc", "method": "no_such_method"}
+    answer = run_engine(SMALL, [{"do": "figures"}, {"do": "figures"}, failing, {"do": "figures"}], ENV)
+    assert [one["block_size"] for one in answer["results"]] == [128, 128]
+    assert answer["error"]["text"].startswith("in step 2: ") and "no_such_method" in answer["error"]["text"]
+    assert answer["exit"] == 1
+
+
+def test_sleep_tells_of_every_engine_what_it_came_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The engine with the flag fails at its second sleep, and the last one does not start."""
+    output = [{"tokens": [1], "logprobs": [], "cached_tokens": 0}]
+    asleep = {"physical_bytes": 0, "device_free_bytes": 3 << 30, "bases": [7]}
+    awake = {"physical_bytes": 1 << 30, "device_free_bytes": 2 << 30, "bases": [7], "error": None}
+    whole = [output, asleep, awake, output, asleep, asleep, [None], awake, output]
+    died = {"type": "RuntimeError", "text": "in step 4: no"}
+    runs = iter(
+        [
+            {"error": None, "results": whole},
+            {"error": died, "results": whole[:4]},
+            {"error": None, "results": whole[:4]},
+            {"error": {"type": "exit", "text": "1"}, "results": []},
+        ]
+    )
+    monkeypatch.setattr(sleep_proof, "run_engine", lambda *arguments: next(runs))
+    found = {item["name"]: item["passed"] for item in sleep_proof.sleep_records({}, tmp_path, [[1]])}
+    assert [name for name, passed in found.items() if not passed] == [
+        "sleep_flag_ran_all_steps",
+        "sleep_backup_starts",
+    ]
+    assert found["sleep_flag_output_identical_after_each_nap"] and found["sleep_level_1_device_gains_gib"]
+    assert "sleep_level_2_pool_holds_nothing" not in found
