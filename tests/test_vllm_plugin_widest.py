@@ -90,22 +90,30 @@ def test_v2_logits_of_drafts_and_prompts_are_made_whole(
 ) -> None:
     """Case 6: 16 requests with 16 drafts each. The V2 runner needs a GPU; its tensors do not."""
     import sys
+    import weakref
 
     import torch
 
     from vllm_integration import widest_logits
 
     made: list[tuple[Any, ...]] = []
+    tensors: list[Any] = []
+    alive: list[int] = []  # of those made before, whenever one is made
     empty = torch.empty
+
+    def kept(tensor: Any) -> Any:
+        alive.append(sum(made_before() is not None for made_before in tensors))
+        tensors.append(weakref.ref(tensor))
+        return tensor
 
     def recorded(size: Any, **options: Any) -> Any:
         made.append((*size, options["dtype"]))
-        return empty(size, **options)
+        return kept(empty(size, **options))
 
     def compute_logits(hidden: Any) -> Any:
         assert not lora
         made.append((hidden.shape[0], 48, hidden.dtype))
-        return hidden.new_empty((hidden.shape[0], 48))
+        return kept(hidden.new_empty((hidden.shape[0], 48)))
 
     v2 = "vllm.v1.worker.gpu."
     sampler = types.SimpleNamespace(get_max_chunk_logits=lambda vocabulary: chunk)
@@ -130,11 +138,13 @@ def test_v2_logits_of_drafts_and_prompts_are_made_whole(
     )
     widest_logits.make_widest_logits(worker)
     drafts = [(272, 48, torch.bfloat16), (min(272, chunk), 48, torch.float32)]
-    assert made == [*drafts, (512, 48, torch.bfloat16)]
+    assert made == [*drafts, *[(512, 48, torch.bfloat16)] * 2]
+    # All logits beside a chunk of them in fp32, and each chunk of prompts beside the one before it.
+    assert alive == [0, 1, 0, 1]
     assert not warned
     worker.model_runner.batch_sharder = object()
     widest_logits.make_widest_logits(worker)
-    assert len(made) == 4 and "drafts" in warned[0][0]
+    assert len(made) == 6 and "drafts" in warned[0][0]
 
 
 def budget(cache_size: int, per_item: int, items: int, compute: int = 1 << 20) -> Any:

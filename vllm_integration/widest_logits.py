@@ -5,7 +5,8 @@ requests than the blocks for it: up to a third fewer rows than a step of decodes
 request. Verifying makes only two tensors that grow with the rows: all logits in the model's type, and one
 chunk of them in fp32.
 
-Logprobs of prompts: their logits are made in chunks of 1,024 tokens, however few requests there may be.
+Logprobs of prompts: their logits are made in chunks of 1,024 tokens, however few requests there may be, and
+a chunk is there until the next one has been made.
 """
 
 from __future__ import annotations
@@ -65,7 +66,11 @@ def _of_prompts(worker: Any) -> None:
     from vllm.v1.worker.gpu.sample import prompt_logprob
 
     chunk = getattr(prompt_logprob, "CHUNK_SIZE", 1024)  # in vLLM 0.29 and 0.30 it is a local variable
-    _logits(worker, min(chunk, worker.scheduler_config.max_num_batched_tokens))
+    tokens = worker.scheduler_config.max_num_batched_tokens
+    held = _logits(worker, min(chunk, tokens))
+    if tokens > chunk:
+        _logits(worker, min(chunk, tokens - chunk))
+    del held
 
 
 def _logits(worker: Any, rows: int) -> Any:
