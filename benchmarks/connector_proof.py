@@ -52,7 +52,8 @@ def offload_records(
     evict = {"do": "load", "num_prompts": 30, "prompt_tokens": 1000, "max_tokens": 1}
     # Less than a block, which is not stored: its steps tell the scheduler of the copies before it.
     short = {"do": "generate", "prompts": [[301, 302, 303]], "max_tokens": 8}
-    nap = [short, {"do": "segments"}, {"do": "sleep"}, {"do": "wake_up"}]
+    # vLLM refuses to sleep while copies are under way.
+    nap = [short, {"do": "drain"}, {"do": "segments"}, {"do": "sleep"}, {"do": "wake_up"}]
     steps = [*cached, evict, *cached, *nap, *cached]
     for name in OFFLOADING:
         transfer = {"kv_connector": name, "kv_role": "kv_both"}
@@ -78,8 +79,9 @@ def offload_records(
         )
         if run["error"]:
             continue
-        (pool,), asleep, woken = answers[2 * count + 2 : 2 * count + 5]
-        napped = [one for answer in answers[2 * count + 5 :] for one in answer]
+        idle, (pool,), asleep, woken = answers[2 * count + 2 : 2 * count + 6]
+        napped = [one for answer in answers[2 * count + 6 :] for one in answer]
+        yield truth(f"{name}_idle_before_the_nap", idle)
         yield truth(f"{name}_tokens_after_a_nap_identical", _tokens(napped) == _tokens(first))
         held = f"{pool['physical_bytes']} bytes in {pool['chunks']} allocations before"
         slept = asleep["physical_bytes"] == 0 and woken["physical_bytes"] == pool["physical_bytes"]

@@ -2,9 +2,11 @@
 
 {"do": "seen"}: what `recording_connector` was told since the last time
 {"do": "segments"}: of each worker's pool, how many segments and physical allocations it has, and of what kind
+{"do": "drain"}: step until no request and no copy of a connector's is left; whether it came to that
 {"do": "refused", "call": "sleep" or "release_kv_cache", ...}: the error of a step that is to fail
 """
 
+import time
 from typing import Any
 
 import sleep_steps
@@ -31,6 +33,15 @@ def segments(llm: Any) -> list[dict[str, Any]]:
     ]
 
 
+def drain(llm: Any, seconds: float = 10.0) -> bool:
+    """Step on as an engine in a process of its own would; one in this process only steps for requests."""
+    scheduler, deadline = llm.llm_engine.engine_core.engine_core.scheduler, time.monotonic() + seconds
+    while scheduler.has_requests() and time.monotonic() < deadline:
+        llm.llm_engine.step()
+        time.sleep(0.001)
+    return not scheduler.has_requests()
+
+
 def refused(llm: Any, call: str, **arguments: Any) -> str:
     """Return the error, and leave the engine awake."""
     try:
@@ -44,4 +55,4 @@ def refused(llm: Any, call: str, **arguments: Any) -> str:
     return text
 
 
-STEPS = {"seen": seen, "segments": segments, "refused": refused}
+STEPS = {"seen": seen, "segments": segments, "drain": drain, "refused": refused}
