@@ -44,6 +44,7 @@ ENGINE_ENV = {
     "TRITON_CACHE_DIR": str(Path(tempfile.gettempdir()) / "ekv-triton"),
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
+    "EKV_EXIT_LIMIT_S": "15",
     "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH")])),
 }
 ENGINES = EngineServer(os.environ | ENGINE_ENV, "load_steps")
@@ -129,7 +130,13 @@ def sampled_use(devices: int = 1) -> Iterator[dict[str, Any]]:
     finally:
         stop.set()
         thread.join()
-        time.sleep(1.0)  # the driver clears what was freed in the background
+        # The driver clears what was freed in the background, and the next engine may want all of it.
+        deadline = time.monotonic() + 15
+        time.sleep(1.0)
+        while time.monotonic() < deadline and any(
+            then - now > GIB // 16 for then, now in zip(before, free(), strict=True)
+        ):
+            time.sleep(0.1)
 
 
 def story(run: dict[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 # An engine that died under load may hang where it ends: its process is killed then.
-EXIT_LIMIT_S = 45
+EXIT_LIMIT_S = 15
 # All tokens of "drafts", in prompts and continuations: each was seen before, so there is always a draft.
 FEW_TOKENS = (301, 302, 303, 304)
 

@@ -23,7 +23,7 @@ from typing import Any
 import engine_steps
 
 # An engine that failed at its start may hang where it ends, in the middle of a capture for one.
-EXIT_LIMIT_S = 60
+EXIT_LIMIT_S = int(os.environ.get("EKV_EXIT_LIMIT_S", "60"))
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 

@@ -32,7 +32,8 @@ def engine(peak_gib: float, load_error: str | None = None, widest: int = 4096) -
 
 
 def died_at_start(text: str) -> dict[str, Any]:
-    return {"error": {"type": "OutOfMemoryError", "text": text}, "results": [], "log": [], "use": {}}
+    error = {"type": "OutOfMemoryError", "text": text}
+    return {"error": error, "results": [], "seconds": {"initialize_kv_caches": 9}, "log": [], "use": {}}
 
 
 def records(
@@ -73,6 +74,20 @@ def test_stock_that_dies_under_load(expected: str | None, passed: bool | None) -
     assert made["starts"]["passed"] is (None if expected is None else True)
     assert made["budget_left_gib"]["passed"] is None  # of stock vLLM only recorded
     assert records(PLAIN, engine(80, "out of memory"), flag=True)["survives_load"]["passed"] is False
+
+
+def test_engine_that_fails_in_a_step_has_started() -> None:
+    """A device that failed under load refuses the figures after it, and so does one that had none before."""
+    configuration = Configuration({}, 0.9, {}, {}, stock="load")
+    run = engine(95, "out of memory")
+    run |= {"error": {"type": "AcceleratorError", "text": "in step 2: unspecified launch failure"}}
+    for results in (run["results"][:2], run["results"][:1]):
+        made = records(configuration, run | {"results": results})
+        assert made["starts"]["value"] is True and made["starts"]["passed"] is True
+        assert made["survives_load"]["value"] is False and made["survives_load"]["passed"] is True
+        assert (
+            records(configuration, run | {"results": results}, flag=True)["survives_load"]["passed"] is False
+        )
 
 
 def test_configurations_promise_both_ways_for_stock_to_fail() -> None:
