@@ -20,6 +20,8 @@ import engines
 import gpu_proof
 import pair
 import sleep_proof
+import test_gpu_pool
+import test_pool
 from test_vllm_plugin import ENV, SMALL
 
 from allocator import results
@@ -103,28 +105,17 @@ def test_sanitizer_tells_errors_of_memory_from_calls_that_failed() -> None:
     assert values("12 passed, 1 error in 60.1s\n========= ERROR SUMMARY: 0 errors\n") == [0, 0, 12, 1]
 
 
-SEE_A_GPU = """
-import torch
-torch.cuda.is_available = lambda: True
-def pytest_collection_finish(session):
-    for item in session.items:
-        print("SELECTED", item.name, *sorted(item.function.__code__.co_names))
-"""
-
-
-def test_sanitizer_selects_tests_without_processes_of_their_own_or_figures_of_free_memory(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "see_a_gpu.py").write_text(SEE_A_GPU)
-    options = ["-p", "see_a_gpu", "-p", "no:cacheprovider", "-q", "-s", "-m", "gpu", "--collect-only"]
-    command = [sys.executable, "-m", "pytest", *options, "-k", gpu_proof.SANITIZED]
-    tests = [engines.ROOT / "tests" / name for name in ("test_pool.py", "test_gpu_pool.py")]
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([*command, *map(str, tests)], capture_output=True, text=True, env=env, check=False)
-    selected = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("SELECTED")]
-    assert len(selected) >= 8, done.stdout + done.stderr
-    for name, *used in selected:
-        assert not {"run_python", "subprocess", "memory_info", "OutOfMemoryError"} & set(used), name
+def test_sanitizer_selects_tests_without_processes_of_their_own_or_figures_of_free_memory() -> None:
+    words, selected = gpu_proof.SANITIZED.split(" or "), {}
+    for module in (test_pool, test_gpu_pool):
+        for name, test in vars(module).items():
+            parameters = [m.args for m in getattr(test, "pytestmark", ()) if m.name == "parametrize"]
+            on_gpu = module is test_gpu_pool or any(args[0] == "device" for args in parameters)
+            if name.startswith("test_") and on_gpu and any(word in f"{name}{parameters}" for word in words):
+                selected[name] = set(test.__code__.co_names)
+    assert len(selected) >= 8
+    for name, used in selected.items():
+        assert not {"run_python", "subprocess", "memory_info", "OutOfMemoryError"} & used, name
 
 
 def test_engines_share_what_they_compile_only_where_it_is_the_same_code() -> None:
