@@ -3,20 +3,20 @@
 Its profile sees the largest PyTorch *allocation* of one eager prefill of `max_num_batched_tokens` and of
 one sampling of `max_num_seqs` rows, and, unless that is switched off, an estimate of what graphs take. It
 gives the cache everything else of the budget, so what is left on the device beside the cache is that peak
-P, the estimate and rest = total * (1 - utilization) - context: with 139.8 GiB and a context of about 0.55
-GiB 1.55 GiB at 0.985, and 13.4 GiB at 0.9.
+P, the estimate and rest = total * (1 - utilization) - context: with 139.8 GiB, of which 139.1 GiB are free
+when vLLM first looks, 1.4 GiB at 0.985 and 13.3 GiB at 0.9.
 
 ordinary
     Nothing special: 0.9, default graphs, mixed sampling. Both are to start and to survive.
 graphs
     Large graphs, estimation off, 0.985: stock is to die at start-up. The widest tensors are those of the
     MLP, tokens * 3 * 61,440 * 2 bytes: 5.63 GiB at 16,384 tokens, which is P, 4.22 GiB at 12,288 and 4.04
-    GiB at 11,776. The graph of 12,288 tokens keeps 4.22 GiB for its pool; that leaves 5.63 + 1.55 - 4.22 =
-    2.96 GiB, and the eager step that precedes the capture of 11,776 needs 4.04 GiB. At runtime the flag
+    GiB at 11,776. The graph of 12,288 tokens keeps 4.22 GiB for its pool; that leaves 5.63 + 1.4 - 4.22 =
+    2.8 GiB, and the eager step that precedes the capture of 11,776 needs 4.04 GiB. At runtime the flag
     needs both the pool and an eager step of 16,384 tokens, which no graph covers, so that nothing of it
     lies idle.
 after
-    The same with 8,192 tokens as the largest graph: stock is to start, with 5.63 + 1.55 - 2.81 = 4.37 GiB
+    The same with 8,192 tokens as the largest graph: stock is to start, with 5.63 + 1.4 - 2.81 = 4.2 GiB
     left, and to die in the first prefill of 16,384 tokens, which needs 5.63 GiB.
 drafts
     n-gram speculation, 14 drafts for each of 1,024 requests, default estimation, 0.985: 15,360 rows of
