@@ -181,7 +181,7 @@ def test_retired_memory_is_given_back_and_its_addresses_are_adopted(driver, asle
     assert lib.ekv_retire(old, 0) == lib.EKV_FREED
     out = ffi.new("uint64_t *")
     assert lib.ekv_adopt(base + GRANULE, 0, out) == lib.EKV_INVALID
-    assert lib.ekv_adopt(base, 0, out) == 0
+    assert lib.ekv_adopt(base, 2 * GRANULE, out) == 0
     pool.reservation = Reservation(out[0])
     assert pool.reservation.info().released_blocks == 0
     assert lib.ekv_adopt(base, 0, out) == lib.EKV_INVALID
@@ -190,6 +190,9 @@ def test_retired_memory_is_given_back_and_its_addresses_are_adopted(driver, asle
     assert pool.commit(6) == 0
     pool.expect_zero(range(6))
     pool.check(6, stub)
+    assert (
+        max(chunk.size_bytes for chunk in pool.reservation.chunks()) == 2 * GRANULE
+    )  # the new owner's limit
     assert pool.unreserve() == 0
 
 

@@ -201,6 +201,52 @@ def test_memory_that_another_stream_used_waits_for_it(driver):
 
 @BOTH
 @in_child()
+def test_memory_that_many_streams_used_waits_for_the_whole_device(driver):
+    torch = Torch(driver)
+    own, others = torch.stream(), [torch.stream() for _ in range(9)]
+    address = torch.malloc(MIB, own)
+    for stream in others:
+        torch.lib.ekv_record_stream(pointer(address), pointer(stream))
+    synchronize = {"cuda": "cuCtxSynchronize", "hip": "hipDeviceSynchronize"}
+    before = torch.calls(synchronize)
+    torch.free(address, MIB, own)
+    assert torch.calls(synchronize) == before + 1
+    assert torch.malloc(MIB, own) == address
+    torch.free(address, MIB, own)
+    torch.lib.ekv_empty_cache()
+
+
+@BOTH
+@in_child(leaks=True)
+def test_memory_that_another_stream_used_and_a_capture_frees_is_not_used_again(driver):
+    torch = Torch(driver)
+    own, other = torch.stream(), torch.stream()
+    address = torch.malloc(MIB, own)
+    torch.lib.ekv_record_stream(pointer(address), pointer(other))
+    torch.stub.begin_capture()
+    waits = torch.calls(WAIT)
+    torch.free(address, MIB, own)
+    assert torch.calls(WAIT) == waits  # waiting would spoil the capture
+    assert torch.malloc(MIB, own) != address  # and nobody has waited
+    assert torch.stub.end_capture() == 0, torch.stub.text()
+    assert torch.malloc(MIB, own) != address
+
+
+@BOTH
+@in_child()
+def test_route_takes_an_allocation_of_its_device_only(driver):
+    torch = Torch(driver)
+    arguments = ctypes.c_ssize_t(MIB), ctypes.c_int(0), None
+    assert torch.lib.ekv_route_begin(1, 0, 0) == 0
+    address = torch.shim.ekv_malloc(*arguments)
+    assert torch.lib.ekv_route_end() == 0
+    assert torch.lib.ekv_num_reservations() == 0
+    torch.free(address, MIB)
+    torch.lib.ekv_empty_cache()
+
+
+@BOTH
+@in_child()
 def test_threads_never_get_the_same_memory(driver):
     torch = Torch(driver)
     held, lock, failures = set(), threading.Lock(), []
