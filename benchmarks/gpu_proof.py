@@ -104,7 +104,7 @@ def pool_tests(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The tests of the allocator on the real driver, one record for all of them."""
     options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "--timeout=60", "--timeout-method=thread"]
     command = [sys.executable, "-m", "pytest", *options, "tests"]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=400)
     last = process.stdout.strip().splitlines()[-1]
     if process.returncode:
         print(process.stdout[-8000:])

@@ -117,9 +117,16 @@ ENDS = [
 ]
 
 
+OFTEN = (  # cases 23 and 24
+    end_with_everything_alive,
+    end_with_the_tensor_dropped_first,
+    end_with_the_pool_dropped_first,
+)
+
+
 @pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
 def test_exit_status_is_0(end):
-    for _ in range(PROCESSES // len(ENDS) + 1):
+    for _ in range(PROCESSES if end in OFTEN else 8):
         assert run_child(end, {}, preload=("torch", "allocator")) == ""
 
 

@@ -218,6 +218,32 @@ def test_exit_status_is_0_in_any_order(end):  # 11; case 23
     assert (process.returncode, process.stderr) == (0, "")
 
 
+# Forks of a process that has everything imported and no CUDA yet; a child ends as any process does.
+FIFTY = """
+import os, sys, torch, allocator.torch_routing
+left, bad, number = 50, [], 0
+while left or number:
+    if left and number < 10:
+        left, number, child = left - 1, number + 1, os.fork()
+        if child == 0:
+            break
+    else:
+        status = os.waitstatus_to_exitcode(os.wait()[1])
+        number -= 1
+        if status:
+            bad.append(status)
+else:
+    print("statuses", bad)
+    sys.exit(bool(bad))
+""" + GRAPH_AND_EXIT.format(end="")
+
+
+@pytest.mark.timeout(150)
+def test_fifty_processes_end_with_status_0_without_any_cleanup():  # case 23
+    process = run_python(FIFTY, timeout=140)
+    assert (process.returncode, process.stdout) == (0, "statuses []\n"), process.stderr[-2000:]
+
+
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_expandable_segments_work_and_stay_set(variable):  # case 27
     code = GRAPH_AND_EXIT.format(end="") + (

@@ -1,5 +1,6 @@
 """`export` and `import_`: two processes over the same physical memory, and the death of one of them."""
 
+import gc
 import os
 import signal
 import socket
@@ -15,6 +16,8 @@ import torch
 from pools import MIB, ON_EVERY_DEVICE, assert_filled, fill, make_pool, run_python
 
 from allocator import PoolValueError, export, extensible_kv_pool, import_, memory_info
+from allocator.shim import lib
+from allocator.torch_routing import empty_cache
 
 IMPORTER = """
 import os, signal, socket, sys
@@ -58,6 +61,77 @@ def shared_memory_bytes():
     links = {file: f"/proc/self/fd/{file}" for file in files if os.path.lexists(f"/proc/self/fd/{file}")}
     ours = [file for file, link in links.items() if "extensible-kv" in os.readlink(link)]
     return sum(os.fstat(file).st_blocks * 512 for file in ours)
+
+
+def held(device):
+    """What this process holds, in bytes, and how many files it has open."""
+    gc.collect()
+    empty_cache(torch.device(device, 0) if device == "cuda" else torch.device(device))
+    files = len(os.listdir("/proc/self/fd"))
+    return shared_memory_bytes() if device == "cpu" else -memory_info(device)[0], files
+
+
+@ON_EVERY_DEVICE
+def test_importer_that_is_killed_leaves_nothing_in_the_exporting_process(device):
+    warm, view = make_pool(device)  # a GPU's first kernels take memory for good
+    warm.commit(1)
+    fill(view, 0, 1)
+    del warm, view
+    before = held(device)
+    pool, view = make_pool(device, shareable=True)
+    pool.commit(40)
+    fill(view, 0, 40)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    connection, process = start(IMPORTER, device, ENDS["is killed"])
+    export(pool, connection)
+    assert connection.recv(7) == b"written", process.stderr.read()
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    connection.close()
+    del view
+    pool.free()
+    time.sleep(0.5)
+    after = held(device)
+    assert after[0] - before[0] < 12 * MIB  # the pool had 15 MiB
+    assert after[1] <= before[1] + (8 if device == "cuda" else 0)
+
+
+def test_memory_that_the_exporter_gives_back_stays_with_the_importer():
+    pool, view = make_pool("cpu")
+    pool.commit(40)
+    fill(view, 0, 40)
+    ours, theirs = socket.socketpair()
+    export(pool, ours)
+    imported = import_(theirs, "cpu")
+    pool.shrink(0)
+    pool.commit(40)
+    fill(view, 0, 1)
+    pool.free()
+    copy = imported.tensors[0].view(torch.int32)[: 4 * 64 * 24576].view(4, 64, 24576)
+    assert_filled(copy, 0, 40)
+    del copy
+    imported.free()
+    ours.close()
+    theirs.close()
+
+
+def test_import_that_fails_leaves_neither_files_nor_memory():
+    with extensible_kv_pool("cpu", max_chunk_bytes=2 * MIB) as pool:
+        caches = [torch.zeros(16, MIB, dtype=torch.uint8) for _ in range(2)]
+    for cache in caches:
+        pool.bind(cache)
+    pool.commit(16)
+    before = held("cpu"), lib.ekv_num_reservations()
+    ours, theirs = socket.socketpair()
+    pool._members[1].reservation.granularity = 4096  # the second of the two does not fit here
+    export(pool, ours)
+    with pytest.raises(PoolValueError, match="granularity of 4096 bytes"):
+        import_(theirs, "cpu")
+    ours.close()
+    theirs.close()
+    gc.collect()
+    assert (held("cpu"), lib.ekv_num_reservations()) == before
 
 
 @ON_EVERY_DEVICE
