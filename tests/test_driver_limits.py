@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from driver_rig import BOTH, MIB, SYMBOLS, error, reserve, rig
 from stub_lab import GRANULE, Stub, in_child
@@ -118,10 +120,15 @@ def test_missing_library_is_unsupported_and_named(driver):
     from rig import KINDS
 
     from allocator.reservation import Reservation
+    from allocator.shim import lib
 
     for _ in range(2):
         with pytest.raises(UnsupportedError, match=f"{driver}: .*nonexistent"):
             Reservation.reserve(KINDS[driver], 0, MIB)
+    child = os.fork()  # no driver was used: the child is told the same
+    if child == 0:
+        os._exit(reserve(driver, MIB))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == lib.EKV_UNSUPPORTED
 
 
 @BOTH

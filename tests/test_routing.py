@@ -8,7 +8,7 @@ import torch
 from pools import MIB, ON_EVERY_DEVICE, run_python
 
 from allocator import DriverError, PoolValueError, extensible_kv_pool
-from allocator.torch_routing import driver_of, resolve_device
+from allocator.torch_routing import _adopt, driver_of, resolve_device
 
 FACTORIES = {
     "empty": lambda device, like: torch.empty(4, MIB, dtype=torch.int8, device=device),
@@ -240,6 +240,11 @@ def test_storage_weakref_survives_its_wrapper():
     assert not died and view.untyped_storage().nbytes() == 32
     del view
     assert died == [1]
+
+
+def test_allocation_that_another_allocator_took_is_named():  # case 26, without a GPU
+    with pytest.raises(DriverError, match=f"cpu: the allocation of {4 * MIB} bytes did not reach the pool's"):
+        _adopt(torch.zeros(MIB), 0)
 
 
 def test_unserved_devices_and_arguments_are_refused():

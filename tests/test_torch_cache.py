@@ -233,6 +233,20 @@ def test_memory_that_another_stream_used_and_a_capture_frees_is_not_used_again(d
 
 
 @BOTH
+@in_child(leaks=True)
+def test_memory_whose_streams_cannot_be_waited_for_is_not_used_again(driver):
+    torch = Torch(driver)
+    own, other = torch.stream(), torch.stream()
+    address = torch.malloc(MIB, own)
+    torch.lib.ekv_record_stream(pointer(address), pointer(other))
+    torch.stub.fail_nth(WAIT[driver], 1, 999, 0)
+    torch.free(address, MIB, own)
+    assert torch.stub.injected()
+    torch.stub.fail_clear()
+    assert torch.malloc(MIB, own) != address
+
+
+@BOTH
 @in_child()
 def test_route_takes_an_allocation_of_its_device_only(driver):
     torch = Torch(driver)
