@@ -1,5 +1,6 @@
 """KV connectors without an engine: every layout and runner, vLLM's own connectors, reasons, handles."""
 
+import logging
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -303,6 +304,45 @@ def test_vllms_connectors_are_known(vllm_config: Any, name: str, registers: bool
     assert connectors.connector_reason(vllm_config) is None
     assert connectors.registers_memory(vllm_config) is registers
     assert (connectors.sleep_reason(vllm_config) is None) is sleeps
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("name", "device", "kinds", "warns"),
+    [
+        ("NixlConnector", "cuda", ["fd", "fd"], True),
+        ("NixlConnector", "cuda", ["fabric", None], False),
+        ("NixlConnector", "cpu", ["fd"], False),
+        ("MooncakeConnector", "cuda", ["fd"], False),
+        ("OffloadingConnector", "cuda", [None], False),
+    ],
+)
+def test_transport_that_cannot_map_the_cache_is_warned_of(
+    vllm_config: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    device: str,
+    kinds: list,
+    warns: bool,
+) -> None:
+    """A rank without layers answers None."""
+    from vllm_integration import connectors
+
+    vllm_config.kv_transfer_config = _transfer(name)
+    vllm_config.device_config.device_type = device
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    answers = [{"error": None, "handle_kind": kind} for kind in kinds]
+    core = types.SimpleNamespace(model_executor=None)
+    sizing = types.SimpleNamespace(vllm_config=vllm_config, core=core, rpc=lambda method, num_blocks: answers)
+    with caplog.at_level("INFO", "vllm.extensible_kv"):
+        connectors.settle(sizing, BLOCKS)
+    told = {(r.levelname, r.getMessage()) for r in caplog.records}  # some handlers see a line twice
+    shareable = f", one allocation for each segment (shareable: {kinds[0]})" if kinds[0] else ""
+    line = f"Extensible KV cache: the KV connector {name} works on {BLOCKS} committed blocks{shareable}."
+    assert ("INFO", line) in told
+    warnings = [text for level, text in told if level == "WARNING"]
+    assert ["no fabric handles (fd)" in text for text in warnings] == [True] * warns
 
 
 @pytest.mark.vllm

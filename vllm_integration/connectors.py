@@ -130,15 +130,25 @@ def settle(sizing: Any, num_blocks: int) -> None:
     vllm_config, executor = sizing.vllm_config, sizing.core.model_executor
     if not _configured(vllm_config):
         return
-    failed = next((answer for answer in sizing.rpc("ekv_connect", num_blocks) if answer["error"]), None)
+    answers = sizing.rpc("ekv_connect", num_blocks)
+    failed = next((answer for answer in answers if answer["error"]), None)
     if failed is not None:
         raise RuntimeError(f"rank {failed['rank']} could not set up its KV connector: {failed['error']}")
+    kinds = sorted({answer["handle_kind"] for answer in answers} - {None})
     logger.info(
         "Extensible KV cache: the KV connector %s works on %d committed blocks%s.",
         vllm_config.kv_transfer_config.kv_connector,
         num_blocks,
-        ", one allocation for each segment" if registers_memory(vllm_config) else "",
+        f", one allocation for each segment (shareable: {', '.join(kinds)})" if kinds else "",
     )
+    nixl = any(_is_vllms(connector, NIXL) for connector, _ in _configured(vllm_config))
+    if nixl and kinds not in ([], ["fabric"]) and vllm_config.device_config.device_type == "cuda":
+        # Source: libuct_cuda of nixl-cu13 1.5.1, which exports such memory by a fabric handle or not at all.
+        logger.warning(
+            "Extensible KV cache: this machine gives no fabric handles (%s), so NIXL's UCX cannot map the "
+            "cache into another process of the same host: blocks between such go through host memory.",
+            ", ".join(kinds),
+        )
     # Since 0.33 the engine asks for this before warm-up, when there is no connector yet.
     cache_config = vllm_config.cache_config
     if getattr(cache_config, "simple_cpu_offload_num_blocks", None) is not None:

@@ -165,7 +165,7 @@ class ExtensibleWorker(SleepingWorker):
         except Exception as error:  # of a connector's own, of any kind
             logger.exception("Extensible KV cache: rank %d could not set up its KV connector", self.rank)
             return {"rank": self.rank, "error": f"{type(error).__name__}: {error}"}
-        return {"rank": self.rank, "error": None}
+        return {"rank": self.rank, "error": None, "handle_kind": self._ekv.handle_kind()}
 
     def ekv_report(self: Any) -> dict[str, Any] | None:
         """Return what was measured and committed, with the pool as plain data; or None without one."""

@@ -239,6 +239,12 @@ class WorkerCache:
         if told is not None:
             worker_connectors.connect(worker, told, self.pool, num_blocks)
 
+    def handle_kind(self) -> str | None:
+        """Return what the cache's memory can be shared by, or None where nobody asked for that."""
+        if self.pool is None or not self.registered:
+            return None
+        return str(self.pool.snapshot()["reservations"][0]["handle_kind"])
+
     def report(self, worker: Any) -> dict[str, Any]:
         """Return what was measured, the start-up table, and the pool as it is now."""
         pool = self.pool
