@@ -3,27 +3,21 @@
 
     python benchmarks/pool_bench.py [--output FILE] [--gib 100]
 
-The driver clears freed memory in the background and a new owner waits for it, so every timed commit or
-allocation starts on a rested device (2 s after the last memory was given back), and both sides take turns.
-A device that rests also lowers its clocks, which costs whoever zeroes first more than the difference that is
-looked for: a tenth of a second of work goes before each timing, as an engine that commits has just warmed up.
+Commits are timed in processes of their own (`commit_samples`), because a server commits once in its life. The
+limits are for that; `torch.zeros` and one chunk per granule are timed the same way. To give memory back, rest
+and commit again, or call `torch.zeros` again, was seen to cost a process more: the records with `again` in
+their names say how much, and have no limit.
 """
 
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 
 import torch
+from commit_samples import GIB, KINDS, NUM_BLOCKS, NUM_SEGMENTS, Samples, collect, layered_pool, timed
 
-from allocator import PoolController, extensible_kv_pool, results
-from allocator.pool import DEFAULT_MAX_CHUNK_BYTES
-
-GIB, MIB = 1 << 30, 1 << 20
-REST_SECONDS = 2.0
-WAKE_SECONDS = 0.1
-CHUNK_BYTES = {"default": DEFAULT_MAX_CHUNK_BYTES, "segment": 0, "1gib": GIB, "64mib": 64 * MIB}
+from allocator import extensible_kv_pool, results
 
 
 def main() -> int:
@@ -31,105 +25,86 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", default="pool.json")
-    parser.add_argument("--gib", type=int, default=100, help="bytes to commit in the large benchmark")
+    parser.add_argument("--gib", type=float, default=100, help="bytes to commit in the large benchmark")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run of the commits, no limits"
+    )
     args = parser.parse_args()
-    records = records_of(args.gib, args.rounds)
-    data = results.build(records)
+    data = results.build(records_of(args.gib, args.rounds, args.device))
     results.write(args.output, data)
     results.print_table(data)
     return 1 if results.failed(data) else 0
 
 
-def records_of(gib: int, rounds: int) -> list[dict]:
-    return [*commit_records(gib, rounds), *kernel_records(rounds), *routing_records()]
+def records_of(gib: float, rounds: int, device: str) -> list[dict]:
+    """Commits first: their processes are forks of this one, which must not have started CUDA."""
+    block_row = NUM_SEGMENTS * NUM_BLOCKS
+    commits = commit_records(collect(int(gib * GIB) // block_row * block_row, rounds, device), gib, device)
+    return commits if device == "cpu" else [*commits, *kernel_records(rounds), *routing_records()]
 
 
-def layered_pool(num_bytes: int, num_segments: int = 28, num_blocks: int = 1024, **options) -> PoolController:
-    """A pool whose tensor stays alive with it: `num_segments` layers of `num_blocks` blocks."""
-    with extensible_kv_pool("cuda", **options) as pool:
-        flat = torch.zeros(num_bytes, dtype=torch.int8, device="cuda")
-    view = flat.view(num_segments, num_blocks, -1)
-    for layer in view:
-        pool.bind(layer)
-    pool.view = view  # type: ignore[attr-defined]
-    return pool
+def commit_records(samples: Samples, gib: float, device: str) -> list[dict]:
+    """Commit-and-zero by chunk size, and against `torch.zeros` and granules, from samples in milliseconds."""
+    first, again = ({kind: of.get(what, []) for kind, of in samples.items()} for what in ("first", "again"))
+    chunks = [kind.name for kind in KINDS if kind.max_chunk_bytes is not None]
+    alone = f"{gib:g} GiB, {NUM_SEGMENTS} segments, each sample a process of its own on a rested device"
+    repeated = f"{gib:g} GiB again in the same processes, which gave them back and rested"
 
+    def ratio(name: str, over: list[float], under: list[float], note: str, **fields) -> dict:
+        pairs = [a / b for a, b in zip(over, under, strict=False)]
+        value = statistics.median(over) / statistics.median(under)
+        limit = fields.pop("limit", None) if device == "cuda" else None
+        fields |= {"limit": limit, "repeats": len(pairs), "spread": max(pairs) - min(pairs), "note": note}
+        return results.record(name, value, "", **fields)
 
-def timed(body: Callable[[], object]) -> tuple[float, object]:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    result = body()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) * 1e3, result
+    def sides(names: tuple[str, str], over: list[float], under: list[float]) -> str:
+        return f"{names[0]} {_ms(over)}, {names[1]} {_ms(under)} ms"
 
-
-def rest() -> None:
-    """Let the driver clear what was freed, then bring the clocks up again."""
-    work = torch.zeros(256 * MIB, dtype=torch.int8, device="cuda")
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    time.sleep(REST_SECONDS)
-    end = time.perf_counter() + WAKE_SECONDS
-    while time.perf_counter() < end:
-        work.add_(1)
-        torch.cuda.synchronize()
-
-
-def commit_and_shrink(num_bytes: int, num_blocks: int, max_chunk_bytes: int) -> tuple[float, float]:
-    """Milliseconds of committing all blocks on a rested device, and of shrinking to half of them."""
-    pool = layered_pool(num_bytes, num_blocks=num_blocks, max_chunk_bytes=max_chunk_bytes)
-    rest()
-    commit_ms, _ = timed(lambda: pool.commit(num_blocks))
-    shrink_ms, _ = timed(lambda: pool.shrink(num_blocks // 2))
-    pool.free()
-    return commit_ms, shrink_ms
-
-
-def commit_records(gib: int, rounds: int) -> list[dict]:
-    """Commit-and-zero against `torch.zeros`, by chunk size; one chunk per granule once (it takes seconds)."""
-    num_blocks = 1024
-    num_bytes = gib * GIB // (28 * num_blocks) * (28 * num_blocks)
-    commits: dict[str, list[float]] = {name: [] for name in CHUNK_BYTES}
-    shrinks: dict[str, list[float]] = {name: [] for name in CHUNK_BYTES}
-    stock = []
-    for _ in range(rounds):
-        rest()
-        ms, tensor = timed(lambda: torch.zeros(num_bytes, dtype=torch.int8, device="cuda"))
-        stock.append(ms)
-        del tensor
-        for name, max_chunk_bytes in CHUNK_BYTES.items():
-            commit_ms, shrink_ms = commit_and_shrink(num_bytes, num_blocks, max_chunk_bytes)
-            commits[name].append(commit_ms)
-            shrinks[name].append(shrink_ms)
-    granules, _ = commit_and_shrink(num_bytes, num_blocks, 2 * MIB)
-    median = {name: statistics.median(samples) for name, samples in commits.items()}
-    ratios = [c / s for c, s in zip(commits["default"], stock, strict=True)]
-    note = f"{gib} GiB, 28 segments, rested device: pool {_ms(commits['default'])}, stock {_ms(stock)} ms"
-    out = [
-        results.from_samples("torch_zeros", stock, "ms"),
-        *(results.from_samples(f"commit_zero_chunk_{name}", commits[name], "ms") for name in CHUNK_BYTES),
-        *(results.from_samples(f"shrink_to_half_chunk_{name}", shrinks[name], "ms") for name in CHUNK_BYTES),
-        results.record("commit_zero_chunk_granule", granules, "ms"),
-        results.record(
-            f"commit_zero_{gib}gib_vs_cudamalloc",
-            median["default"] / statistics.median(stock),
-            "",
-            limit=1.1,
-            repeats=rounds,
-            spread=max(ratios) - min(ratios),
-            note=note,
+    stock, granules = ("pool", "stock"), ("granules", "default chunks")
+    once = f"{repeated}; granules are not repeated, theirs are the first of their processes"
+    return [
+        results.from_samples("torch_zeros", first["stock"], "ms", note=alone),
+        *(
+            results.from_samples(f"commit_zero_chunk_{name}", first[name], "ms", note=alone)
+            for name in chunks
         ),
-        results.record(
+        *(
+            results.from_samples(f"shrink_to_half_chunk_{name}", samples[name]["shrink"], "ms")
+            for name in chunks
+            if "shrink" in samples[name]
+        ),
+        ratio(
+            f"commit_zero_{gib:g}gib_vs_cudamalloc",
+            first["default"],
+            first["stock"],
+            f"{alone}: {sides(stock, first['default'], first['stock'])}",
+            limit=1.1,
+        ),
+        ratio(
             "commit_zero_granule_chunks_over_default",
-            granules / median["default"],
-            "",
+            first["granule"],
+            first["default"],
+            f"one chunk per 2 MiB granule; {alone}: {sides(granules, first['granule'], first['default'])}",
             limit=50,
             better="higher",
-            note="one chunk per 2 MiB granule against the default chunk size",
+        ),
+        results.from_samples("torch_zeros_again", again["stock"], "ms", note=repeated),
+        results.from_samples("commit_zero_again_chunk_default", again["default"], "ms", note=repeated),
+        ratio(
+            f"commit_zero_again_{gib:g}gib_vs_cudamalloc",
+            again["default"],
+            again["stock"],
+            f"{repeated}: {sides(stock, again['default'], again['stock'])}",
+        ),
+        ratio(
+            "commit_zero_again_granule_chunks_over_default",
+            first["granule"],
+            again["default"],
+            f"{once}: {sides(granules, first['granule'], again['default'])}",
+            better="higher",
         ),
     ]
-    return out
 
 
 def _ms(samples: list[float]) -> str:
