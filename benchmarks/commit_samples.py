@@ -1,8 +1,8 @@
 """How long it takes to make memory usable, each sample in a process of its own, as a server does it once.
 
 A process that commits what it gave back before was seen to pay more (57 ms for 100 GiB on an H200) than an
-engine that had never held that memory (30 ms for 121 GiB). So the first timing of a process is the sample, and
-its second, after it gave all back and rested, is kept beside it, as "again".
+engine that had never held that memory (30 ms for 121 GiB). So the first timing of a process is the sample,
+and its second, after it gave all back and rested, is kept beside it, as "again".
 
 The driver clears freed memory in the background and a new owner waits for it, so a timing starts at least 2 s
 after the previous process ended. A device that rests also lowers its clocks, which costs whoever zeroes first
