@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from allocator.errors import EkvError
+from allocator.limits import check_limits, read_limits
 from allocator.machine import describe_hardware, describe_versions
 from allocator.pool_map import format_bytes
 from allocator.settings import Finding, check_settings
@@ -45,15 +46,19 @@ class Diagnosis:
         return {"works": self.works, **self.facts, "findings": [asdict(item) for item in self.findings]}
 
 
-def diagnose(device: str | None = None, *, with_vllm: bool = True) -> Diagnosis:
-    """Examine `device`, this process's settings and vLLM. Never raises for a device that cannot be used."""
+def diagnose(device: str | None = None, *, with_vllm: bool = True, root: Path = Path("/")) -> Diagnosis:
+    """Examine `device`, this process's settings and limits, and vLLM.
+
+    Never raises for a device that cannot be used. Limits are read from the files below `root`.
+    """
     facts: dict[str, Any] = {"hardware": describe_hardware(), "versions": describe_versions()}
     findings = [Finding("hardware", facts["hardware"])]
     findings += [Finding(name, version) for name, version in facts["versions"].items() if name != "vllm"]
     on_gpu = _examine_device(device, facts, findings)
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    address_space = None if limit == resource.RLIM_INFINITY else limit
-    findings += check_settings(os.environ, on_gpu=on_gpu, address_space_bytes=address_space)
+    findings += check_settings(os.environ, on_gpu=on_gpu) or [Finding("settings", "none in conflict")]
+    limits = read_limits(root)
+    facts["limits"] = asdict(limits)
+    findings += check_limits(limits, on_gpu=on_gpu) or [Finding("limits", "none that matters")]
     if with_vllm:
         facts["vllm"] = _examine_vllm(facts["versions"].get("vllm"), findings)
     return Diagnosis(findings, facts)
@@ -77,7 +82,7 @@ def _examine_device(device: str | None, facts: dict[str, Any], findings: list[Fi
     """Add what there is to say of the device; return whether it is a GPU."""
     try:
         from allocator.probing import memory_info, probe
-        from allocator.torch_routing import driver_of, resolve_device
+        from allocator.torch_routing import current_allocator, driver_of, resolve_device
     except ImportError as error:
         facts["device"] = device
         advice = "build it: `python -m pip install --no-build-isolation -e .` in the source tree"
@@ -91,10 +96,15 @@ def _examine_device(device: str | None, facts: dict[str, Any], findings: list[Fi
         findings.append(Finding("device", str(device), "problem", str(error)))
         return False
     facts |= {"device": str(torch_device), "driver": found.driver, "probe": asdict(found)}
+    on_gpu = torch_device.type == "cuda"
     findings += [Finding("device", str(torch_device)), Finding("driver", found.driver)]
+    if on_gpu:
+        facts["torch_allocator"] = current_allocator()
+        findings.append(_allocator_finding(facts["torch_allocator"]))
     if not found.available:
-        findings.append(Finding("virtual memory", "unavailable", "problem", found.reason))
-        return torch_device.type == "cuda"
+        advice = f"{found.reason}; vLLM keeps its normal cache"
+        findings.append(Finding("virtual memory", "unavailable", "problem", advice))
+        return on_gpu
     free_bytes, total_bytes = memory_info(torch_device)
     limit = reservation_limit(*driver_of(torch_device))
     facts |= {"free_bytes": free_bytes, "total_bytes": total_bytes, "reservation_limit_bytes": limit}
@@ -104,27 +114,52 @@ def _examine_device(device: str | None, facts: dict[str, Any], findings: list[Fi
         Finding("virtual memory", "works"),
         Finding("memory", f"{format_bytes(free_bytes)} free of {format_bytes(total_bytes)}"),
         Finding("granularity", granularities),
-        Finding("shareable handles", found.handle_kind, "ok", found.handle_reason),
-        Finding("GPUDirect RDMA", "yes" if found.gpu_direct_rdma else "no"),
+        _handle_finding(found.handle_kind, found.handle_reason),
+        _rdma_finding(found.gpu_direct_rdma, on_gpu),
         _limit_finding(limit, total_bytes),
     ]
-    return torch_device.type == "cuda"
+    return on_gpu
+
+
+def _allocator_finding(current: str) -> Finding:
+    if current != "foreign":
+        return Finding("PyTorch's allocator", current)
+    advice = (
+        "torch.cuda.memory.change_current_allocator was called with somebody else's, which would take the "
+        "pool's tensors: do not call it, or with allocator.pluggable_allocator()"
+    )
+    return Finding("PyTorch's allocator", "another pluggable one", "problem", advice)
+
+
+def _handle_finding(kind: str, reason: str) -> Finding:
+    if kind != "none":
+        return Finding("shareable handles", kind, "ok", f"no better kind: {reason}" if reason else "")
+    advice = f"export, and connectors that register memory, cannot use this device: {reason}"
+    return Finding("shareable handles", kind, "note", advice)
+
+
+def _rdma_finding(capable: bool, on_gpu: bool) -> Finding:
+    if capable or not on_gpu:
+        return Finding("GPUDirect RDMA", "yes" if capable else "no")
+    advice = "network cards copy through host memory; where the device has it, update the driver"
+    return Finding("GPUDirect RDMA", "no", "ok", advice)
 
 
 def _limit_finding(limit: int, total_bytes: int) -> Finding:
     value = f"{format_bytes(limit)} or more" if limit < MAX_LIMIT_BYTES else f"at least {format_bytes(limit)}"
     if limit == 0:
-        return Finding("largest reservation", "none", "problem", f"not even {format_bytes(MIN_LIMIT_BYTES)}")
+        advice = f"not even {format_bytes(MIN_LIMIT_BYTES)}: raise `ulimit -v`"
+        return Finding("largest reservation", "none", "problem", advice)
     if limit < total_bytes // 2:
-        return Finding(
-            "largest reservation", value, "note", "less than the memory: the cache will be smaller"
-        )
+        advice = "less than the memory: the cache will be smaller; raise `ulimit -v` if that is set"
+        return Finding("largest reservation", value, "note", advice)
     return Finding("largest reservation", value)
 
 
 def _examine_vllm(version: str | None, findings: list[Finding]) -> dict[str, Any]:
     if version is None:
-        findings.append(Finding("vLLM", "not installed", "note", "the pool works without it"))
+        advice = "install it beside this package; --no-vllm asks for the pool alone"
+        findings.append(Finding("vLLM", "not installed", "problem", advice))
         return {"version": None, "supported": None, "reason": None}
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     command = [sys.executable, "-c", _VLLM_CODE]

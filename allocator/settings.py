@@ -12,8 +12,6 @@ ALLOC_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLO
 UNCACHED = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
 OWN = ("EKV_HOST_GRANULARITY", "EKV_HOST_BUDGET", "EKV_CUDA_LIBRARY", "EKV_HIP_LIBRARY")
 PLUGIN = "extensible_kv"
-# Less than this and no cache of a useful size can be reserved.
-SMALL_ADDRESS_SPACE = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -33,10 +31,8 @@ def allocator_options(text: str) -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
-def check_settings(
-    environ: Mapping[str, str], *, on_gpu: bool, address_space_bytes: int | None = None
-) -> list[Finding]:
-    """Return what is worth knowing of the environment and of the limit on address space (None: no limit)."""
+def check_settings(environ: Mapping[str, str], *, on_gpu: bool) -> list[Finding]:
+    """Return what is worth knowing of the environment, and what to do about it."""
     findings = [*_alloc_conf(environ, on_gpu)]
     for name in UNCACHED:
         if environ.get(name):
@@ -47,17 +43,11 @@ def check_settings(
     if plugins is not None and PLUGIN not in plugins.split(","):
         advice = f"vLLM loads only the plugins named there: add {PLUGIN}"
         findings.append(Finding("VLLM_PLUGINS", plugins or "(empty)", "problem", advice))
-    if address_space_bytes is not None and address_space_bytes < SMALL_ADDRESS_SPACE:
-        findings.append(
-            Finding(
-                "address space limit",
-                f"{address_space_bytes} bytes",
-                "note",
-                "reservations and CUDA itself need addresses, not memory: raise `ulimit -v`",
-            )
-        )
     own = [name for name in OWN if environ.get(name)]
-    return findings + [Finding(name, environ[name], "note", "changes this package") for name in own]
+    return findings + [
+        Finding(name, environ[name], "note", "changes this package: unset it unless you mean it")
+        for name in own
+    ]
 
 
 def _alloc_conf(environ: Mapping[str, str], on_gpu: bool) -> list[Finding]:

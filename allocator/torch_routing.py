@@ -26,6 +26,7 @@ from allocator.shim import check, ffi, last_error, lib, library_path
 __all__ = [
     "RoutingMode",
     "call_with_room",
+    "current_allocator",
     "driver_of",
     "empty_cache",
     "pluggable_allocator",
@@ -93,6 +94,19 @@ def _set_hook(allocator: torch.cuda.memory.CUDAPluggableAllocator, setter: str, 
     hooks: Any = allocator.allocator()
     if hasattr(hooks, setter):
         getattr(hooks, setter)(int(ffi.cast("uintptr_t", ffi.addressof(lib, function))))
+
+
+def current_allocator() -> str:
+    """Return PyTorch's GPU allocator: "native", "cudaMallocAsync", "pluggable", "foreign" or "none".
+
+    "foreign" is a pluggable allocator where nobody has asked for `pluggable_allocator`, "none" a PyTorch that
+    was built without GPUs.
+    """
+    try:
+        backend = str(torch.cuda.get_allocator_backend())
+    except AttributeError:
+        return "none"
+    return "foreign" if backend == "pluggable" and _allocator is None else backend
 
 
 def empty_cache(device: torch.device) -> None:

@@ -74,9 +74,17 @@ class Stub:
 
 
 def in_child(
-    *, leaks: bool = False, violations: bool = False, options: str = "", env: dict[str, str] | None = None
+    *,
+    leaks: bool = False,
+    violations: bool = False,
+    options: str = "",
+    env: dict[str, str] | None = None,
+    preload: tuple[str, ...] = (),
 ):
-    """Make the decorated test run in a child process; see the module's description."""
+    """Make the decorated test run in a child process; see the module's description.
+
+    `preload` names modules that take long to import and touch no driver.
+    """
 
     def decorate(body):
         if os.environ.get(IN_CHILD):
@@ -84,7 +92,8 @@ def in_child(
 
         @functools.wraps(body)
         def test(**arguments):
-            run_child(body, arguments, leaks=leaks, violations=violations, options=options, env=env or {})
+            checks = {"leaks": leaks, "violations": violations}
+            run_child(body, arguments, options=options, env=env or {}, preload=preload, **checks)
 
         return test
 

@@ -69,12 +69,6 @@ def test_check_settings_environment_is_judged(environ: dict[str, str], expected:
     assert findings_of(environ) == expected
 
 
-@pytest.mark.parametrize(("limit", "found"), [(None, False), (8 << 30, True), (1 << 46, False)])
-def test_check_settings_small_address_space_is_noted(limit: int | None, found: bool) -> None:
-    """Case 37: addresses can be short though memory is free."""
-    assert ("address space limit" in findings_of({}, address_space_bytes=limit)) == found
-
-
 def test_allocator_options_lists_in_brackets_stay_whole() -> None:
     text = "roundup_power2_divisions:[256:1,512:2,>:4], expandable_segments:True,"
     assert allocator_options(text) == {
