@@ -39,14 +39,17 @@ def test_pool_of_one_device_leaves_another_current(driver):  # case 20
 @BOTH
 @in_child()
 def test_device_that_fails_restores_the_current_one(driver):
+    """Any call fails, those around the driver's work too: entering, and each step of going back."""
     stub, pool = Stub(driver), rig(driver, device=0)
     make_current(driver, 1)
-    for n in range(1, 30):
-        stub.fail_nth(stub.prefix, n, 2, 0)
-        pool.commit(6)
-        stub.fail_clear()
-        assert current_device(driver) == 1
-        assert capture_mode(driver) == 0
+    for which, last in ((stub.prefix, 30), (None, 120)):
+        for n in range(1, last):
+            stub.fail_nth(which, n, 2, 0)
+            pool.commit(n % 6)
+            pool.shrink(0)
+            stub.fail_clear()
+            assert current_device(driver) == 1, (which, n)
+            assert capture_mode(driver) == 0, (which, n)
     assert pool.unreserve() == 0
 
 
@@ -79,6 +82,26 @@ def test_fork_after_use_is_refused_without_a_driver_call(driver):  # invariant 1
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
     assert pool.commit(5) == 0
+    assert pool.unreserve() == 0
+
+
+@BOTH
+@in_child()
+def test_fork_after_a_second_device_did_not_open_is_refused(driver):  # invariant 10
+    from rig import Rig
+
+    pool = rig(driver)
+    assert Rig(driver, "layers", device=7).reserve() != 0
+    assert "device 7" in error()
+    child = os.fork()
+    if child == 0:
+        try:
+            with pytest.raises(DriverError, match="forked"):
+                pool.info()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
     assert pool.unreserve() == 0
 
 

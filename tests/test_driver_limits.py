@@ -84,6 +84,37 @@ def test_shareable_out_of_memory_is_not_a_reason_to_fall_back(driver):  # case 3
     assert reserve(driver, MIB, shareable=True) == 0
 
 
+@BOTH
+@pytest.mark.parametrize("fabric", [False, True])
+@in_child()
+def test_shareable_out_of_memory_for_a_moment_makes_no_lesser_kind(driver, fabric):  # case 34
+    """Memory is short for the best descriptor only: a lesser kind would succeed, and stay for good."""
+    stub, create = Stub(driver), SYMBOLS[driver]["create"]
+    stub.option("fabric_code", 0 if fabric else 801)
+    stub.set_attribute(110, 1, 0)
+    stub.fail_nth(create, 1, 2, 0)
+    if fabric:  # which answers so where nothing is exported over a network: the next kind tells
+        stub.fail_after_first(create, 1, 2, 0)
+    assert reserve(driver, MIB, shareable=True) == 2
+    assert "Create failed" in error()
+    assert stub.injected() == 1 + fabric
+    assert not any(stub.live().values())
+
+
+@BOTH
+@in_child()
+def test_fabric_out_of_memory_falls_back_to_a_descriptor(driver):  # case 34
+    from rig import Rig
+
+    stub, made = Stub(driver), Rig(driver, "layers")
+    stub.option("fabric_code", 0)
+    stub.fail_nth(SYMBOLS[driver]["create"], 1, 2, 0)
+    assert made.reserve(shareable=True) == 0, error()
+    assert made.reservation.snapshot()["handle_kind"] in ("fd", "fd+rdma")
+    assert made.commit(2) == 0
+    assert made.unreserve() == 0
+
+
 @in_child()
 def test_rdma_attribute_query_refused_is_not_fatal():  # case 35
     stub = Stub("cuda")

@@ -79,6 +79,7 @@ def test_from_views_single_block_of_odd_stride_is_the_whole_view(stride: int) ->
     layout = layout_of(buffer, view)
     assert layout.capacity_blocks == 1
     assert layout.spans(1)[0][0] == 0 and sum(size for _, size in layout.spans(1)) == buffer.nbytes
+    assert tuple(segment.block_stride for segment in layout.segments) == layout.sizes_bytes
 
 
 def test_from_views_mla_makes_one_segment() -> None:
@@ -124,6 +125,19 @@ def test_from_views_upper_layers_of_packed_rows_stay_inside_the_reservation() ->
     assert layout.segments == (Segment(64, 192),)
     assert layout.spans(4) == [(64, buffer.nbytes - 64)]
     assert layout.extent_bytes(4, 64) == buffer.nbytes - 64
+
+
+def test_from_views_padding_behind_the_last_block_may_belong_to_another_view() -> None:
+    """3 blocks of 60 bytes every 100 end at 260; another view begins there, within the stride."""
+    layout = BlockLayout.from_views(0, 1024, [spec((3, 60), (100, 1)), spec((3, 50), (50, 1), 260)])
+    assert layout.segments == (Segment(0, 100), Segment(260, 50))
+    assert layout.sizes_bytes == (260, 150)
+    assert layout.spans(3) == [(0, 260), (260, 150)]
+
+
+def test_from_views_overlapping_views_of_a_single_block_are_one_block_of_the_longer_stride() -> None:
+    layout = BlockLayout.from_views(0, 1024, [spec((1, 50), (100, 1)), spec((1, 40), (40, 1), 20)])
+    assert (layout.segments, layout.sizes_bytes) == ((Segment(0, 100),), (100,))
 
 
 def test_from_views_twice_the_same_view_changes_nothing() -> None:
@@ -216,6 +230,11 @@ def spec(
             [spec((4, 8), (8, 1), ratio=2), spec((2, 8), (30, 1), 24)],
             ["16 bytes every 16 from offset 0", "8 bytes every 30 from offset 24"],
             id="inside_last_kernel_block",
+        ),
+        pytest.param(
+            [spec((2, 100), (100, 1)), spec((2, 10), (100, 1), 10), spec((2, 10), (200, 1), 130)],
+            ["100 bytes every 100 from offset 0", "10 bytes every 200 from offset 130"],
+            id="inside_a_block_that_holds_a_smaller_view",
         ),
     ],
 )
