@@ -42,6 +42,8 @@ def run(job_file: Path, answer_file: Path) -> None:
 
     if "neighbour" in job:
         engine_steps.start_neighbour(**job["neighbour"])
+    if "addresses" in job:
+        engine_steps.limit_addresses(**job["addresses"])
     answer: dict[str, Any] = {"error": None, "results": [], "seconds": {}}
     time_initialization(answer["seconds"])
     start = time.perf_counter()

@@ -3,8 +3,10 @@
     {"do": "zeroed", "prompt": [token ids], "after": n}  generate, zeroing the request's first block meanwhile
     {"do": "views"}                                      what the worker keeps for itself
 JOB's ``neighbour`` ({"after": stage, "bytes": n}): another pool takes n bytes when that stage has ended.
+JOB's ``addresses`` ({"bytes": n} or {"share": x}): what is left of them once the cache is planned.
 """
 
+import resource
 from contextlib import ExitStack
 from typing import Any
 
@@ -61,6 +63,25 @@ def start_neighbour(after: str, bytes: int) -> None:
             taken[0].resize_(bytes)
 
     NEIGHBOURS.enter_context(stages.listen(listener))
+
+
+def limit_addresses(bytes: int = 0, share: float = 0.0) -> None:
+    """Leave this process that many bytes of addresses from the moment on that it looks for its reservation.
+
+    `share` is that part of the way from vLLM's own size to the reservation that is wanted.
+    """
+    from vllm_integration import worker_state
+
+    look = worker_state.reservable_bytes
+
+    def limited(device: Any, wanted_bytes: int, least_bytes: int) -> int:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        room = bytes or least_bytes + int(share * (wanted_bytes - least_bytes))
+        resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
+        return look(device, wanted_bytes, least_bytes)
+
+    worker_state.reservable_bytes = limited
 
 
 def _worker(llm: Any) -> Any:

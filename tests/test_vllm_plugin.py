@@ -182,3 +182,37 @@ def test_no_virtual_memory_makes_the_plugin_stand_aside_with_one_warning(
     assert answer["error"] is None
     assert answer["results"][:2] == stock[:2]
     check_stands_aside(answer, "virtual memory is unavailable on cpu", *answer["results"][2:])
+
+
+def test_too_few_addresses_make_a_smaller_reservation(
+    run_engine: Run, stock: list[Any], flagged: dict[str, Any]
+) -> None:
+    """Case 37: memory is free, but a limit stands between what is wanted and what vLLM would take."""
+    steps = [*SINGLES, {"do": "figures"}, SNAPSHOT, {"do": "rpc", "method": "ekv_report"}]
+    answer = run_engine(SMALL | FLAG, steps, ENV, import_first=True, addresses={"share": 0.8})
+    assert answer["error"] is None
+    assert answer["results"][:2] == stock[:2]
+    assert warnings_of(answer["log"]) == []
+    figures, (snapshot,), (report,) = answer["results"][2:]
+    (unlimited,) = flagged["results"][len(STEPS) + 1]
+    assert report["measured"]["stock_bytes"] <= snapshot["reserved_bytes"] + MIB < unlimited["reserved_bytes"]
+    assert snapshot["capacity_blocks"] < unlimited["capacity_blocks"]
+    check_engine_is_consistent(figures, [snapshot])
+
+
+def test_no_addresses_make_the_plugin_stand_aside_with_one_warning(run_engine: Run, stock: list[Any]) -> None:
+    """Case 37, its end: a granule that the host driver aligns to takes more addresses than are left."""
+    size, room = 16 * MIB, 400 * MIB
+    env = ENV | {"EKV_HOST_GRANULARITY": str(256 * MIB)}
+    steps = [*SINGLES, {"do": "figures"}, SNAPSHOT, {"do": "views"}]
+    answer = run_engine(
+        SMALL | FLAG | {"kv_cache_memory_bytes": size},
+        steps,
+        env,
+        import_first=True,
+        addresses={"bytes": room},
+    )
+    assert answer["error"] is None
+    assert answer["results"][:2] == stock[:2]
+    reason = f"rank 0 cannot reserve {size} bytes of addresses, nor {size}"
+    check_stands_aside(answer, reason, *answer["results"][2:])
