@@ -77,7 +77,7 @@ def test_from_views_single_block_of_odd_stride_is_the_whole_view(stride: int) ->
     buffer = torch.empty(512)
     view = buffer.as_strided((1, 4, 16, 8), (stride, 128, 8, 1))
     layout = layout_of(buffer, view)
-    assert layout.capacity_blocks == 1
+    assert layout.capacity_blocks == len(layout.segments) == 1
     assert layout.spans(1)[0][0] == 0 and sum(size for _, size in layout.spans(1)) == buffer.nbytes
     assert tuple(segment.block_stride for segment in layout.segments) == layout.sizes_bytes
 
@@ -208,6 +208,7 @@ def spec(
         pytest.param([spec((2, 2, 4, 8), (32, 32, 8, 1), dim=2)], ["32", "64"], id="outer_twice"),
         pytest.param([spec((4, 8), (8, 1), -8)], ["-8..24", "1024 bytes"], id="before_reservation"),
         pytest.param([spec((4, 8), (8, 1), 1000)], ["1000..1032", "1024 bytes"], id="behind_reservation"),
+        pytest.param([spec((4, 8), (8, 1), 993)], ["993..1025", "1024 bytes"], id="one_byte_behind"),
         pytest.param(
             [spec((7, 8), (8, 1), ratio=2)], ["7 kernel blocks", "of 2"], id="ratio_does_not_divide"
         ),
