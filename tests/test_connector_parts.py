@@ -46,6 +46,7 @@ def test_segments_that_share_a_granule_are_in_one_allocation_each(num_blocks: in
 
 
 def test_growth_beyond_a_piece_is_refused_until_defragmented() -> None:
+    """Case 33, with a segment that grew by a second chunk."""
     pool, _ = make_pool("cpu", num_blocks=63, max_chunk_bytes=0)
     pool.commit(2)
     pool.commit(63)

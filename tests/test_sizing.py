@@ -134,6 +134,13 @@ def test_kv_budget_case_8_without_known_weights_stays_within_request() -> None:
     assert budget(47 * GIB, initial=40 * GIB, requested=36 * GIB) == 36 * GIB
 
 
+def test_kv_budget_counts_the_warm_up_prefix_as_cache_not_as_use() -> None:
+    """100 were free, 60 are, 30 of the missing 40 are the pool's: 10 are in use, 90 are for the cache."""
+    assert kv_budget_bytes(100, 100, 60, 30, 0, 0) == 90
+    assert kv_budget_bytes(80, 100, 60, 30, 0, 0) == 70
+    assert kv_budget_bytes(80, 100, 60, 30, 5, 7) == 58
+
+
 def test_kv_budget_case_9_follows_the_driver_not_a_counter() -> None:
     """1 GiB was unmapped behind PyTorch's back: the driver sees it, so the cache gets it."""
     assert budget(61 * GIB) - budget(60 * GIB) == GIB

@@ -82,6 +82,7 @@ def test_registration_comes_before_the_handshake_and_covers_each_layer(recorded:
 
 
 def test_memory_that_may_be_registered_is_one_shareable_piece_per_layer(recorded: dict[str, Any]) -> None:
+    """Case 33, in an engine."""
     (pool,) = recorded["results"][1]
     assert pool["chunks"] == pool["segments"] == 4
     assert pool["handle_kind"] == "fd"

@@ -296,7 +296,7 @@ def test_model_without_cache_is_planned_as_vllm_does(
 
 
 def test_warm_up_believes_that_the_cache_ends_with_the_prefix() -> None:
-    """What vLLM's warm-up picks blocks from; behind them nothing is backed."""
+    """Case 15: what vLLM's warm-up picks blocks from; behind them nothing is backed."""
     from vllm_integration.stages import Stages
     from vllm_integration.worker import ExtensibleWorker
 

@@ -105,6 +105,26 @@ def test_auto_length_is_fitted_again_to_the_final_size(run_engine: Run) -> None:
     check_engine_is_consistent(figures, snapshots)
 
 
+def test_smallest_prefixes_hold_every_dummy_block_and_give_the_same_tokens(run_engine: Run) -> None:
+    """Cases 14 and 15: 2 and 3 blocks, and a widest step of 512 requests of a model length of 64.
+
+    On the host driver a block past the prefix that warm-up touches ends the process. A prefix of 1 is the
+    null block alone, and the option refuses it.
+    """
+    said = []
+    for blocks in (2, 3):
+        options = {"extensible_kv_cache": {"warmup_blocks": blocks}}
+        llm = {"max_model_len": 64, "max_num_seqs": 512, "additional_config": options}
+        generate = GENERATE | {"prompts": [prompt[:40] for prompt in PROMPTS]}
+        answer = start(run_engine, llm, generate, FIGURES, SNAPSHOT)
+        assert (answer["error"], answer["exit"]) == (None, 0)
+        tokens, figures, (snapshot,) = answer["results"]
+        assert snapshot["prefix_blocks"] == blocks < snapshot["committed_blocks"]
+        assert figures["num_gpu_blocks"] == figures["scheduler_num_blocks"] == snapshot["committed_blocks"]
+        said.append([output["tokens"] for output in tokens])
+    assert said[0] == said[1]
+
+
 def test_too_little_for_one_request_names_both_numbers(run_engine: Run) -> None:
     answer = start(
         run_engine,
