@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ladder import Shared
+from driver_rig import MIB
 from stub_lab import GRANULE, Stub, in_child
 
 HIP_ROCM_7_2 = {  # Linux, as reported; see the description of driver_hip.c
@@ -57,6 +58,19 @@ def test_memory_of_a_failed_first_commit_comes_back_too():
 
 
 @in_child()
+def test_addresses_are_asked_for_again_when_that_is_refused_once():
+    stub = Stub("hip")
+    stub.option("hold_until_address_free", 1)
+    pool = rig()
+    assert pool.commit(3) == 0
+    stub.fail_nth("hipMemAddressReserve", 1, 2, 0)
+    assert pool.release() == 0
+    assert stub.injected() == stub.live_reservations() == 1
+    assert pool.recommit() == 0
+    assert pool.unreserve() == 0
+
+
+@in_child()
 def test_addresses_that_somebody_else_took_are_an_error_not_corruption():
     from allocator.shim import last_error
 
@@ -101,6 +115,19 @@ def test_set_access_that_fails_now_and_then_is_tried_again(every):
 
 
 @in_child()
+def test_set_access_that_fails_twice_in_a_row_is_tried_again():
+    stub = Stub("hip")
+    pool = rig()
+    stub.fail_nth("hipMemSetAccess", 1, 1, 0)
+    stub.fail_after_first("hipMemSetAccess", 1, 1, 0)
+    assert pool.commit(2) == 0
+    assert stub.injected() == 2
+    pool.expect_zero(range(2))
+    pool.check(2, stub)
+    assert pool.unreserve() == 0
+
+
+@in_child()
 def test_set_access_that_never_works_is_an_error():
     from allocator.shim import last_error
 
@@ -133,6 +160,26 @@ def test_reserve_with_an_alignment_refused_is_tried_without():
     pool = rig()
     assert pool.commit(2) == 0
     assert pool.unreserve() == 0
+
+
+@in_child(options="granularity=4096,aligned_reserve_code=1", env={"EKV_HIP_GRANULARITY": str(64 << 20)})
+def test_reserve_that_comes_back_unaligned_is_given_back_and_an_error():
+    from allocator.shim import ffi, last_error, lib
+
+    out = ffi.new("uint64_t *")
+    assert lib.ekv_reserve(lib.EKV_HIP, 0, 64 << 20, 0, False, out) == lib.EKV_DRIVER_FAILED
+    assert "hipMemAddressReserve failed: hipErrorInvalidValue (1)" in last_error()[1]
+    assert not any(Stub("hip").live().values())
+
+
+@in_child(env={"EKV_HIP_GRANULARITY": str(GRANULE * 3 // 2)})
+def test_granularity_that_is_no_multiple_of_the_runtimes_is_rounded_up():
+    from allocator.reservation import Reservation
+    from allocator.shim import lib
+
+    reservation = Reservation.reserve(lib.EKV_HIP, 0, MIB)
+    assert reservation.granularity == 2 * GRANULE
+    reservation.unreserve()
 
 
 @in_child(options="granularity=4096,page_bytes=2097152", env={"EKV_HIP_GRANULARITY": ""})

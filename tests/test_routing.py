@@ -79,6 +79,19 @@ def test_routing_everything_else_stays_with_pytorch(device):
 
 
 @ON_EVERY_DEVICE
+def test_routing_takes_exactly_min_bytes_of_the_widest_type_and_not_one_less(device):
+    with extensible_kv_pool(device, min_bytes=MIB) as pool:
+        enough = torch.zeros(MIB // 16, dtype=torch.complex128, device=device)
+        assert pool.reserved_bytes >= MIB
+        reserved = pool.reserved_bytes
+        torch.zeros(MIB - 1, dtype=torch.int8, device=device).fill_(1)
+        assert pool.reserved_bytes == reserved
+    pool.bind(enough.view(16, -1))
+    pool.commit(16)
+    assert not enough.any()
+
+
+@ON_EVERY_DEVICE
 def test_routing_strides_offsets_and_grad_are_as_asked(device):
     with extensible_kv_pool(device) as pool:
         cache = torch.empty_strided((64, 4, 4000), (4000, 64 * 4000, 1), dtype=torch.float16, device=device)
