@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from ladder import Shared
 from driver_rig import MIB
+from ladder import Shared
 from stub_lab import GRANULE, Stub, in_child
 
 HIP_ROCM_7_2 = {  # Linux, as reported; see the description of driver_hip.c

@@ -92,6 +92,31 @@ def test_routing_takes_exactly_min_bytes_of_the_widest_type_and_not_one_less(dev
 
 
 @ON_EVERY_DEVICE
+def test_routing_leaves_empty_tensors_with_pytorch(device):
+    with extensible_kv_pool(device, min_bytes=0) as pool:
+        assert torch.zeros(0, 8, device=device).shape == (0, 8)
+        assert pool.reserved_bytes == 0
+        one = torch.zeros(1, dtype=torch.int8, device=device)
+        assert pool.reserved_bytes > 0
+    pool.bind(one)
+    pool.commit(1)
+    assert one.item() == 0
+
+
+def test_routing_leaves_pinned_and_sparse_tensors_with_pytorch():
+    with extensible_kv_pool("cpu") as pool:
+        sparse = torch.zeros(1024, 1024, layout=torch.sparse_coo)
+        assert sparse.is_sparse and sparse.to_dense().sum() == 0
+        try:
+            pinned = torch.zeros(MIB, dtype=torch.int8, pin_memory=True)
+        except RuntimeError:  # PyTorch's own answer where it sees no GPU
+            assert not torch.cuda.is_available()
+        else:
+            assert pinned.is_pinned()
+        assert pool.reserved_bytes == 0
+
+
+@ON_EVERY_DEVICE
 def test_routing_strides_offsets_and_grad_are_as_asked(device):
     with extensible_kv_pool(device) as pool:
         cache = torch.empty_strided((64, 4, 4000), (4000, 64 * 4000, 1), dtype=torch.float16, device=device)
