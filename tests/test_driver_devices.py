@@ -45,7 +45,7 @@ def test_device_that_fails_restores_the_current_one(driver):
     for which, last in ((stub.prefix, 30), (None, 120)):
         for n in range(1, last):
             stub.fail_nth(which, n, 2, 0)
-            pool.commit(n % 6)
+            pool.commit(1 + n % 5)
             pool.shrink(0)
             stub.fail_clear()
             assert current_device(driver) == 1, (which, n)

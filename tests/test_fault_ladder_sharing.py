@@ -97,7 +97,7 @@ def test_import_of_impossible_chunks_is_refused_before_any_driver_call(driver):
 
     chunks[1].offset = first.offset
     refused()  # overlaps
-    first.offset += unit // 2
+    last.offset += unit // 2
     refused()  # begins inside a granule
     last.size -= unit // 2
     refused()  # ends inside one

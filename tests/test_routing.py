@@ -103,6 +103,35 @@ def test_routing_leaves_empty_tensors_with_pytorch(device):
     assert one.item() == 0
 
 
+@ON_EVERY_DEVICE
+def test_routing_default_device_counts_for_factories_without_a_source_only(device):
+    source = torch.zeros(2, device=device)
+    torch.set_default_device("meta")
+    try:
+        with extensible_kv_pool(device) as pool:
+            assert torch.zeros(MIB).is_meta and torch.empty(MIB).is_meta
+            assert pool.reserved_bytes == 0
+            made = source.new_zeros(MIB)
+            assert made.device == source.device
+            assert pool.reserved_bytes >= 4 * MIB
+    finally:
+        torch.set_default_device(None)
+
+
+@ON_EVERY_DEVICE
+def test_routing_counts_bytes_and_not_elements_and_with_the_gaps_between_them(device):
+    source = torch.zeros(MIB // 8, dtype=torch.float64, device=device)
+    with extensible_kv_pool(device) as pool:
+        like = torch.zeros_like(source)
+        assert pool.reserved_bytes >= like.nbytes == MIB
+    with extensible_kv_pool(device) as pool:
+        rows = torch.empty_strided((4, MIB), (3 * MIB, 1), dtype=torch.int8, device=device)
+        assert pool.reserved_bytes >= 10 * MIB
+    pool.bind(rows)
+    pool.commit(4)
+    assert not rows.any()
+
+
 def test_routing_leaves_pinned_and_sparse_tensors_with_pytorch():
     with extensible_kv_pool("cpu") as pool:
         sparse = torch.zeros(1024, 1024, layout=torch.sparse_coo)
