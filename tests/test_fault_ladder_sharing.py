@@ -114,7 +114,8 @@ def test_import_of_impossible_chunks_is_refused_before_any_driver_call(driver):
     unbound = Rig(driver, "layers")
     unbound.bind = lambda: None
     assert unbound.reserve(shareable=True) == 0
-    refused(reservation=unbound.reservation.id)
+    for blocks in (0, 5):
+        refused(blocks, unbound.reservation.id)
     assert shared.import_() == 0, last_error()
     assert unbound.unreserve() == 0
     shared.free()
