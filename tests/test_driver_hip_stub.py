@@ -24,11 +24,12 @@ def rig(layout: str = "layers", **arguments):
     return made
 
 
+@pytest.mark.parametrize("layout", ["layers", "block-major"])  # several mappings, and only one
 @in_child()
-def test_memory_that_returns_only_with_the_addresses_comes_back_on_release():
+def test_memory_that_returns_only_with_the_addresses_comes_back_on_release(layout):
     stub = Stub("hip")
     stub.option("hold_until_address_free", 1)
-    pool = rig()
+    pool = rig(layout)
     base = pool.base
     for _ in range(5):
         assert pool.commit(6) == 0
