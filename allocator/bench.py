@@ -59,8 +59,14 @@ def run(
     block_bytes = size_bytes // (num_segments * num_blocks)
     if block_bytes == 0 or repeats < 1:
         raise PoolValueError(
-            f"{repeats} repeats of {size_bytes} bytes: {block_bytes} bytes for each of {num_blocks} "
-            f"blocks of {num_segments} segments"
+            f"{repeats} repeats of {size_bytes} bytes: at least 1 repeat, and 1 byte for each of "
+            f"{num_blocks} blocks of {num_segments} segments, are needed"
+        )
+    free_bytes, _ = memory_info(torch_device)
+    if size_bytes > free_bytes:
+        raise PoolValueError(
+            f"{format_bytes(size_bytes)} do not fit into the {format_bytes(free_bytes)} that are free on "
+            f"{torch_device}"
         )
     shape = (num_segments, num_blocks, block_bytes)
     samples: Samples = defaultdict(list)

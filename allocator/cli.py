@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from allocator import results
-from allocator.errors import EkvError
+from allocator.errors import EkvError, PoolValueError
 from allocator.pool_map import MapRow, format_bytes, rows_of, snapshot_in, summary_of
 
 __all__ = ["main"]
@@ -94,18 +94,22 @@ def map_command(snapshot: Path, output: Path | None, rank: int) -> None:
     SNAPSHOT is what json.dump(pool.snapshot(), file) wrote, the report of an engine (option "report"), or
     what its server answers to a /collective_rpc of ekv_snapshot.
     """
+    if output is not None and output.suffix not in (".png", ".svg"):
+        raise click.BadParameter(f"{output.name} ends neither in .png nor in .svg", param_hint="--output")
     try:
         data = json.loads(snapshot.read_text(encoding="utf-8"))
     except ValueError as error:
         raise click.ClickException(f"{snapshot} is not JSON: {error}") from None
-    data = snapshot_in(data, rank)
-    rows, console = rows_of(data), results.wide_console()
-    console.print(summary_of(data), highlight=False)
+    try:
+        data = snapshot_in(data, rank)
+        rows, summary = rows_of(data), summary_of(data)
+    except PoolValueError as error:
+        raise click.ClickException(f"{snapshot}: {error}") from None
+    console = results.wide_console()
+    console.print(summary, highlight=False)
     console.print(_map_table(rows))
     console.print("[cyan]█[/] committed  [blue]▒[/] backed only  [dim]░[/] addresses only", highlight=False)
     if output is not None:
-        if output.suffix not in (".png", ".svg"):
-            raise click.BadParameter(f"{output.name} ends neither in .png nor in .svg", param_hint="--output")
         from allocator.plots import plot_pool_map
 
         plot_pool_map(data, output)
@@ -144,7 +148,7 @@ def bench(
 
     try:
         torch_device = resolve_device(device)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, PoolValueError) as error:
         raise click.BadParameter(str(error).splitlines()[0], param_hint="--device") from None
     if rest is None:
         rest = 2.0 if torch_device.type == "cuda" else 0.0

@@ -53,7 +53,7 @@ def rows_of(snapshot: Mapping[str, Any]) -> list[MapRow]:
     try:
         return [row for index in range(_num_reservations(snapshot)) for row in _rows(snapshot, index)]
     except (KeyError, TypeError) as error:
-        raise PoolValueError(f"this is no pool snapshot: {type(error).__name__} {error}") from None
+        raise _no_snapshot(error) from None
 
 
 def snapshot_in(data: Any, rank: int = 0) -> Any:
@@ -94,7 +94,12 @@ def summary_of(snapshot: Mapping[str, Any]) -> str:
             f"{_count(snapshot['segments'], 'segment')}, {_count(snapshot['chunks'], 'chunk')}"
         )
     except (KeyError, TypeError) as error:
-        raise PoolValueError(f"this is no pool snapshot: {type(error).__name__} {error}") from None
+        raise _no_snapshot(error) from None
+
+
+def _no_snapshot(error: KeyError | TypeError) -> PoolValueError:
+    what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+    return PoolValueError(f"this is no pool snapshot, which json.dump(pool.snapshot(), file) writes: {what}")
 
 
 def straddled_granules(segments: list[tuple[int, int]], granularity: int) -> list[int]:

@@ -47,9 +47,17 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
     ------
     UnsupportedError
         A GPU is asked for where PyTorch sees none.
+    PoolValueError
+        PyTorch knows no such device.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if isinstance(device, str):
+        try:
+            device = torch.device(device)
+        except RuntimeError:
+            message = f"there is no device {device!r}: a pool is on 'cpu', 'cuda' or 'cuda:1'"
+            raise PoolValueError(message) from None
     if (isinstance(device, int) or torch.device(device).type == "cuda") and not torch.cuda.is_available():
         raise UnsupportedError(
             f"device {device!s} was asked for, and PyTorch {torch.__version__} sees no GPU here: use 'cpu', "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -176,7 +177,10 @@ def test_map_finds_a_rank_in_what_an_engine_said(tmp_path: Path, snapshot_path: 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{}", "no pool snapshot"),
+        (
+            "{}",
+            "wrong.json: this is no pool snapshot, which json.dump(pool.snapshot(), file) writes: it has no",
+        ),
         ("[", "is not JSON"),
         ("[1]", "no pool snapshot"),
         (PARTIAL, "'physical_bytes'"),
@@ -192,6 +196,7 @@ def test_map_wrong_file_is_one_line_and_status_1(tmp_path: Path, text: str, mess
 def test_map_output_of_other_kind_is_refused(snapshot_path: Path) -> None:
     done = run_cli("map", str(snapshot_path), "--output", str(snapshot_path.with_suffix(".jpg")))
     assert done.exit_code == 2 and ".png" in done.output
+    assert "committed" not in done.output  # nothing was drawn before
 
 
 @ON_EVERY_DEVICE
@@ -213,16 +218,21 @@ def test_bench_wrong_size_is_refused(size: str, message: str) -> None:
 
 
 def test_bench_size_without_a_byte_for_each_block_names_the_numbers() -> None:
-    with pytest.raises(PoolValueError, match="1000 bytes: 0 bytes for each of 1024 blocks of 28 segments"):
+    message = "1000 bytes: at least 1 repeat, and 1 byte for each of 1024 blocks of 28"
+    with pytest.raises(PoolValueError, match=message):
         bench.run("cpu", size_bytes=1000)
 
 
-def test_bench_too_little_memory_is_one_line_and_status_1() -> None:
-    done = run_program(
-        "bench", "--device", "cpu", "--size", "64M", "--repeats", "1", EKV_HOST_BUDGET=str(8 << 20)
-    )
+@pytest.mark.parametrize(("size", "budget"), [("64M", str(8 << 20)), ("100TiB", "")])
+def test_bench_too_little_memory_is_one_line_and_status_1(size: str, budget: str) -> None:
+    done = run_program("bench", "--device", "cpu", "--size", size, "--repeats", "1", EKV_HOST_BUDGET=budget)
     assert done.returncode == 1
-    assert "Traceback" not in done.stderr and "bytes" in done.stderr
+    assert re.fullmatch(r"extensible-kv: \S+ \wiB do not fit into .* that are free on cpu\n", done.stderr)
+
+
+def test_bench_device_that_does_not_exist_is_refused() -> None:
+    done = run_cli("bench", "--device", "tpu")
+    assert done.exit_code == 2 and "there is no device 'tpu': a pool is on 'cpu', 'cuda'" in done.output
 
 
 @pytest.mark.vllm

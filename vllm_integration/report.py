@@ -104,7 +104,8 @@ def write(report: Mapping[str, Any], path: str) -> None:
         unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         unfinished.replace(target)
     except (OSError, ValueError) as error:  # a path may have no name, or a zero byte
-        logger.warning("Extensible KV cache: the report could not be written to %r: %s", path, error)
+        why = getattr(error, "strerror", None) or error  # without the name of the unfinished file
+        logger.warning("Extensible KV cache: the report could not be written to %r: %s", path, why)
         with suppress(OSError, ValueError):
             if unfinished is not None:
                 unfinished.unlink(missing_ok=True)
