@@ -227,17 +227,20 @@ def startup(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             if number >= args.warm_starts:
                 seconds[on].append(run["seconds"]["initialize_kv_caches"])
                 starts[on].append(run["seconds"]["start"])
-    yield results.from_samples("engine_init_flag_s", seconds[True], "s", note=f"the last: {stages}")
-    yield results.from_samples("engine_init_stock_s", seconds[False], "s")
-    yield results.from_samples("whole_start_flag_s", starts[True], "s")
-    yield results.from_samples("whole_start_stock_s", starts[False], "s")
+    for name, samples in (("engine_init", seconds), ("whole_start", starts)):
+        for on, kind in ((True, "flag"), (False, "stock")):
+            note = ", ".join(f"{sample:.2f}" for sample in samples[on])
+            if name == "engine_init" and on:
+                note += f"; the last: {stages}"
+            yield results.from_samples(f"{name}_{kind}_s", samples[on], "s", note=note)
     yield results.record(
         "startup_flag_vs_stock",
         statistics.median(seconds[True]) / statistics.median(seconds[False]),
         "",
         limit=0.95,
         repeats=args.repeats,
-        note="EngineCore._initialize_kv_caches, alternating starts, warm compile caches",
+        note="EngineCore._initialize_kv_caches, alternating starts, compile caches warm from "
+        f"{args.warm_starts} starts of each kind before, or from other parts of the same run",
     )
 
 

@@ -26,6 +26,13 @@ def sizing_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     lefts: dict[str, float] = {}
     for name in names:
         configuration = CONFIGURATIONS[name]
+        yield results.record(
+            f"{name}_layers",
+            configuration.sizes["layers"],
+            "layers",
+            note=f"Qwen3-0.6B's shape with {configuration.sizes}, utilization {configuration.utilization}, "
+            f"{configuration.llm}, load {configuration.load}, environment {configuration.env}",
+        )
         llm, load = _job(configuration, args.load_seconds)
         steps = [{"do": "figures"}, load, {"do": "figures"}]
         stock, flag = (

@@ -24,12 +24,13 @@ def sleep_records(base: dict[str, Any], log: Path, prompts: list[list[int]]) -> 
         {"do": "wake_up", "tags": ["kv_cache"]},
     ]
     steps = [generate, nap, wake, generate, *reload, generate]
+    alone = [*steps[:4], {"do": "sleep", "level": 2}, wake, generate]
     both = {**base, "enable_sleep_mode": True, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
     runs = {
         "stock": run_engine(both, steps, {}, False, log),
         "flag": run_engine(both, steps, {}, True, log),
         # Without vLLM's sleep mode the weights stay, so that level 2 needs no other ones.
-        "alone": run_engine({**both, "enable_sleep_mode": False}, steps[:4], {}, True, log),
+        "alone": run_engine({**both, "enable_sleep_mode": False}, alone, {}, True, log),
     }
     for name, run in runs.items():
         yield truth(f"sleep_{name}_ran_all_steps", not run["error"], str(run["error"] or "")[:500])
