@@ -63,7 +63,7 @@ KINDS = (
     Kind("segment", 0),
     Kind("1gib", GIB),
     Kind("64mib", 64 * MIB),
-    Kind("granule", 2 * MIB, shrink=False),  # commits for seconds, and would shrink for as long
+    Kind("granule", 2 * MIB, again=True, shrink=False),  # commits for seconds, and would shrink for as long
 )
 
 

@@ -8,10 +8,13 @@ import os
 import select
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from connector_steps import drain
 
 ROOT = Path(__file__).resolve().parent.parent
 FIRST_PORT = 5600
@@ -176,7 +179,7 @@ def generate(
 
 def nap(llm: Any) -> dict[str, Any]:
     """Sleep and wake up; the pool's physical bytes while asleep and awake, or the error of the sleep."""
-    idle = drain(llm)
+    idle = drain(llm, 20.0)  # until the other engine has told that it fetched everything
     try:
         llm.sleep(level=1)
     except RuntimeError as error:
@@ -185,15 +188,6 @@ def nap(llm: Any) -> dict[str, Any]:
     llm.wake_up()
     awake = llm.collective_rpc("ekv_snapshot")[0]["physical_bytes"]
     return {"error": None, "idle": idle, "asleep_bytes": asleep, "awake_bytes": awake}
-
-
-def drain(llm: Any, seconds: float = 20.0) -> bool:
-    """Step until the other engine has told that it fetched everything; whether it has within `seconds`."""
-    scheduler, deadline = llm.llm_engine.engine_core.engine_core.scheduler, time.monotonic() + seconds
-    while scheduler.has_requests() and time.monotonic() < deadline:
-        llm.llm_engine.step()
-        time.sleep(0.001)
-    return not scheduler.has_requests()
 
 
 def record_transfers() -> list[tuple[int, float]]:

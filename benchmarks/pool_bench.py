@@ -3,10 +3,10 @@
 
     python benchmarks/pool_bench.py [--output FILE] [--gib 100]
 
-Commits are timed in processes of their own (`commit_samples`), because a server commits once in its life. The
-limits are for that; `torch.zeros` and one chunk per granule are timed the same way. To give memory back, rest
-and commit again, or call `torch.zeros` again, was seen to cost a process more: the records with `again` in
-their names say how much, and have no limit.
+Commits are timed in processes of their own (`commit_samples`), because a server commits once in its life;
+`torch.zeros` and one chunk per granule are timed the same way. To give memory back, rest and commit again, or
+call `torch.zeros` again, was seen to cost a process more: the records with `again` in their names say how
+much, under the same limits.
 """
 
 import argparse
@@ -51,18 +51,29 @@ def commit_records(samples: Samples, gib: float, device: str) -> list[dict]:
     alone = f"{gib:g} GiB, {NUM_SEGMENTS} segments, each sample a process of its own on a rested device"
     repeated = f"{gib:g} GiB again in the same processes, which gave them back and rested"
 
-    def ratio(name: str, over: list[float], under: list[float], note: str, **fields) -> dict:
+    def ratio(name: str, sides: dict[str, list[float]], note: str, limit: float, better: str) -> dict:
+        over, under = sides.values()
         pairs = [a / b for a, b in zip(over, under, strict=False)]
-        value = statistics.median(over) / statistics.median(under)
-        limit = fields.pop("limit", None) if device == "cuda" else None
-        fields |= {"limit": limit, "repeats": len(pairs), "spread": max(pairs) - min(pairs), "note": note}
-        return results.record(name, value, "", **fields)
+        return results.record(
+            name,
+            statistics.median(over) / statistics.median(under),
+            "",
+            limit=limit if device == "cuda" else None,
+            better=better,
+            repeats=len(pairs),
+            spread=max(pairs) - min(pairs),
+            note=f"{note}: {', '.join(f'{side} {_ms(times)}' for side, times in sides.items())} ms",
+        )
 
-    def sides(names: tuple[str, str], over: list[float], under: list[float]) -> str:
-        return f"{names[0]} {_ms(over)}, {names[1]} {_ms(under)} ms"
+    def compared(name: str, times: dict[str, list[float]], note: str) -> list[dict]:
+        """The same two limits, whether a process has held the memory before or not."""
+        stock = {"pool": times["default"], "stock": times["stock"]}
+        granules = {"one chunk per 2 MiB granule": times["granule"], "default chunks": times["default"]}
+        return [
+            ratio(f"{name}{gib:g}gib_vs_cudamalloc", stock, note, 1.1, "lower"),
+            ratio(f"{name}granule_chunks_over_default", granules, note, 50, "higher"),
+        ]
 
-    stock, granules = ("pool", "stock"), ("granules", "default chunks")
-    once = f"{repeated}; granules are not repeated, theirs are the first of their processes"
     return [
         results.from_samples("torch_zeros", first["stock"], "ms", note=alone),
         *(
@@ -74,36 +85,11 @@ def commit_records(samples: Samples, gib: float, device: str) -> list[dict]:
             for name in chunks
             if "shrink" in samples[name]
         ),
-        ratio(
-            f"commit_zero_{gib:g}gib_vs_cudamalloc",
-            first["default"],
-            first["stock"],
-            f"{alone}: {sides(stock, first['default'], first['stock'])}",
-            limit=1.1,
-        ),
-        ratio(
-            "commit_zero_granule_chunks_over_default",
-            first["granule"],
-            first["default"],
-            f"one chunk per 2 MiB granule; {alone}: {sides(granules, first['granule'], first['default'])}",
-            limit=50,
-            better="higher",
-        ),
+        *compared("commit_zero_", first, alone),
         results.from_samples("torch_zeros_again", again["stock"], "ms", note=repeated),
         results.from_samples("commit_zero_again_chunk_default", again["default"], "ms", note=repeated),
-        ratio(
-            f"commit_zero_again_{gib:g}gib_vs_cudamalloc",
-            again["default"],
-            again["stock"],
-            f"{repeated}: {sides(stock, again['default'], again['stock'])}",
-        ),
-        ratio(
-            "commit_zero_again_granule_chunks_over_default",
-            first["granule"],
-            again["default"],
-            f"{once}: {sides(granules, first['granule'], again['default'])}",
-            better="higher",
-        ),
+        results.from_samples("commit_zero_again_chunk_granule", again["granule"], "ms", note=repeated),
+        *compared("commit_zero_again_", again, repeated),
     ]
 
 
