@@ -346,6 +346,85 @@ def test_transport_that_cannot_map_the_cache_is_warned_of(
     assert ["no fabric handles (fd)" in text for text in warnings] == [True] * warns
 
 
+def _nixl(**more: Any) -> Any:
+    return _transfer("NixlConnector", **{"kv_buffer_device": "cuda", **more})  # which the CPU has otherwise
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({}, True),
+        (
+            {
+                "transfer": lambda: _multi(
+                    OFFLOADING, {"kv_connector": "NixlConnector", "kv_buffer_device": "cuda"}
+                )
+            },
+            True,
+        ),
+        ({"handle_kind": "none"}, True),
+        ({"handle_kind": "fabric"}, False),
+        ({"has_rdma": True}, False),
+        ({"device": "cpu"}, False),
+        ({"sleep_mode": True}, False),  # as vLLM's own cache then
+        ({"transfer": lambda: _nixl(kv_buffer_device="cpu")}, False),
+        ({"transfer": lambda: _nixl(kv_connector_extra_config={"backends": ["GDS"]})}, False),
+        ({"transfer": lambda: _transfer("MooncakeConnector")}, False),
+        ({"transfer": lambda: _transfer("OffloadingConnector")}, False),
+        ({"transfer": lambda: None}, False),
+    ],
+)
+def test_transfers_through_the_host_are_a_reason(vllm_config: Any, change: dict, named: bool) -> None:
+    """UCX would copy what it maps without the flag."""
+    from vllm_integration import connectors
+
+    given = {"transfer": _nixl, "handle_kind": "fd+rdma", "has_rdma": False, "device": "cuda"} | change
+    vllm_config.kv_transfer_config = given["transfer"]()
+    vllm_config.device_config.device_type = given["device"]
+    if given.get("sleep_mode"):
+        vllm_config.model_config.enable_sleep_mode = True
+    reason = connectors.staging_reason(vllm_config, given["handle_kind"], given["has_rdma"])
+    if not named:
+        assert reason is None
+        return
+    assert reason is not None
+    assert "the KV connector NixlConnector would copy blocks between processes" in reason
+    assert f'gives "{given["handle_kind"]}" ones, and has no RDMA adapter' in reason
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("adapters", "accepted", "named"),
+    [(None, False, True), ([], False, True), (["mlx5_0"], False, False), ([], True, False)],
+)
+def test_worker_looks_for_what_transfers_could_use(
+    vllm_config: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    adapters: list[str] | None,
+    accepted: bool,
+    named: bool,
+) -> None:
+    from vllm_integration import worker_checks
+    from vllm_integration.config import Options
+
+    folder = tmp_path / "infiniband"
+    for adapter in adapters or []:
+        (folder / adapter).mkdir(parents=True)
+    if adapters == []:
+        folder.mkdir()
+    vllm_config.kv_transfer_config = _nixl()
+    vllm_config.device_config.device_type = "cuda"
+    found = types.SimpleNamespace(available=True, handle_kind="fd")
+    monkeypatch.setattr("allocator.probe", lambda device: found)
+    monkeypatch.setattr(worker_checks, "_backend_reason", lambda config: None)
+    monkeypatch.setattr(worker_checks, "RDMA_ADAPTERS", folder)
+    worker = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"), vllm_config=vllm_config)
+    reason = worker_checks.worker_reason(worker, Options(host_staged_transfers=accepted))
+    assert ("through host memory" in (reason or "")) is named
+
+
 @pytest.mark.vllm
 def test_nixl_sleeps_with_vllms_sleep_mode_only(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it UCX keeps registrations, and another process its mappings, of memory that was given back."""

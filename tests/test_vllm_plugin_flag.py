@@ -122,6 +122,7 @@ def test_own_worker_class_is_extended(args_class: Any, tiny_model_path: Path) ->
         ({"warmup_blocks": 1}, "warmup_blocks must be an integer of at least 2, got 1"),
         ({"sleep_backup": "disk"}, "sleep_backup must be \"cpu\" or null, got 'disk'"),
         ({"enabled": "yes"}, "enabled must be true or false"),
+        ({"host_staged_transfers": 1}, "host_staged_transfers must be true or false, got 1"),
         ("yes", "must be true, false or a dictionary of options, got 'yes'"),
         (1, "must be true, false or a dictionary of options, got 1"),
     ],

@@ -11,6 +11,7 @@ import pytest
 from pools import MIB
 
 from allocator.sizing import SizingError
+from vllm_integration.config import Options
 
 pytestmark = pytest.mark.vllm
 
@@ -70,14 +71,14 @@ def test_flex_attention_is_named(vllm_config: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(utils, "get_current_attn_backends", lambda config: [FlexAttentionBackend])
     worker = types.SimpleNamespace(device=types.SimpleNamespace(type="cpu"), vllm_config=vllm_config)
     monkeypatch.setattr("allocator.probe", lambda device: types.SimpleNamespace(available=True))
-    assert "FLEX_ATTENTION" in (worker_checks.worker_reason(worker) or "")
+    assert "FLEX_ATTENTION" in (worker_checks.worker_reason(worker, Options()) or "")
 
 
 def test_other_devices_are_named(vllm_config: Any) -> None:
     from vllm_integration.worker_checks import worker_reason
 
     worker = types.SimpleNamespace(device=types.SimpleNamespace(type="xpu"), vllm_config=vllm_config)
-    assert "type xpu" in (worker_reason(worker) or "")
+    assert "type xpu" in (worker_reason(worker, Options()) or "")
 
 
 def test_worker_class_that_is_not_vllms_says_so() -> None:

@@ -39,6 +39,9 @@ class Options:
     sleep_backup : str or None
         ``"cpu"``: a sleep of level 1 keeps the content of cached blocks in host memory, so that prefix-cache
         hits survive it. None: the content is gone, as vLLM's own sleep has it.
+    host_staged_transfers : bool
+        Have an extensible cache also where that makes NIXL copy blocks between two processes of one host
+        through host memory, see `connectors.staging_reason`. False: vLLM's normal cache is used there.
     enabled : bool
         False is the same as leaving the switch out.
     """
@@ -48,6 +51,7 @@ class Options:
     warmup_blocks: int | None = None
     report: str | None = None
     sleep_backup: str | None = None
+    host_staged_transfers: bool = False
     enabled: bool = True
 
     def __post_init__(self) -> None:
@@ -58,8 +62,10 @@ class Options:
             raise ValueError(f"{SWITCH}: report must be a path, got {self.report!r}")
         if self.sleep_backup not in (None, "cpu"):
             raise ValueError(f'{SWITCH}: sleep_backup must be "cpu" or null, got {self.sleep_backup!r}')
-        if not isinstance(self.enabled, bool):
-            raise ValueError(f"{SWITCH}: enabled must be true or false, got {self.enabled!r}")
+        for name in ("host_staged_transfers", "enabled"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{SWITCH}: {name} must be true or false, got {value!r}")
 
 
 def options_of(vllm_config: Any) -> Options | None:

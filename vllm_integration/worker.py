@@ -119,7 +119,8 @@ class ExtensibleWorker(SleepingWorker):
     def ekv_begin(self: Any, options: dict[str, Any]) -> str | None:
         """Get ready, and return None; or return why not, and stay an ordinary worker."""
         self._ekv_asked = True
-        reason = worker_checks.worker_reason(self)
+        asked_for = Options(**options)
+        reason = worker_checks.worker_reason(self, asked_for)
         if reason is None:
             from vllm_integration.patches import PatchError
             from vllm_integration.plugin import apply_allocation_patches
@@ -129,7 +130,7 @@ class ExtensibleWorker(SleepingWorker):
             except PatchError as error:
                 reason = str(error)
         reason = worker_checks.agreed(reason)
-        self._ekv = None if reason else WorkerCache(Options(**options), self)
+        self._ekv = None if reason else WorkerCache(asked_for, self)
         return reason
 
     def ekv_abandon(self: Any) -> int:

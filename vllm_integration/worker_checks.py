@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from vllm_integration.allocation import view_specs_of_plan
-from vllm_integration.connectors import takes_one_size
+from vllm_integration.config import Options
+from vllm_integration.connectors import staging_reason, takes_one_size
 from vllm_integration.prefix import layer_specs
 
 __all__ = ["agreed", "agreed_least", "layout_reason", "reservable_bytes", "worker_reason"]
 
+RDMA_ADAPTERS = Path("/sys/class/infiniband")
 
-def worker_reason(worker: Any) -> str | None:
+
+def worker_reason(worker: Any, options: Options) -> str | None:
     """Return why this worker cannot have an extensible cache, or None. Really allocates, to be sure."""
     device = worker.device
     if device.type not in ("cuda", "cpu"):
@@ -23,7 +27,11 @@ def worker_reason(worker: Any) -> str | None:
     found = probe(device)
     if not found.available:
         return f"virtual memory is unavailable on {device}: {found.reason}"
-    return _backend_reason(worker.vllm_config)
+    return _backend_reason(worker.vllm_config) or (
+        None
+        if options.host_staged_transfers
+        else staging_reason(worker.vllm_config, found.handle_kind, _has_rdma())
+    )
 
 
 def layout_reason(worker: Any, kv_cache_config: Any) -> str | None:
@@ -115,6 +123,13 @@ def agreed_least(value: int) -> int:
     least = torch.tensor([value], dtype=torch.int64)
     torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
     return int(least)
+
+
+def _has_rdma() -> bool:
+    try:
+        return any(RDMA_ADAPTERS.iterdir())
+    except OSError:
+        return False
 
 
 def _backend_reason(vllm_config: Any) -> str | None:
