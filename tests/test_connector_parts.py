@@ -366,8 +366,10 @@ def _nixl(**more: Any) -> Any:
         ({"handle_kind": "none"}, True),
         ({"handle_kind": "fabric"}, False),
         ({"has_rdma": True}, False),
+        ({"has_rdma": True, "handle_kind": "fd"}, True),  # no GPUDirect RDMA
+        ({"has_rdma": True, "handle_kind": "none"}, True),
         ({"device": "cpu"}, False),
-        ({"sleep_mode": True}, False),  # as vLLM's own cache then
+        ({"cumem": True}, False),  # as vLLM's own cache then
         ({"transfer": lambda: _nixl(kv_buffer_device="cpu")}, False),
         ({"transfer": lambda: _nixl(kv_connector_extra_config={"backends": ["GDS"]})}, False),
         ({"transfer": lambda: _transfer("MooncakeConnector")}, False),
@@ -382,27 +384,37 @@ def test_transfers_through_the_host_are_a_reason(vllm_config: Any, change: dict,
     given = {"transfer": _nixl, "handle_kind": "fd+rdma", "has_rdma": False, "device": "cuda"} | change
     vllm_config.kv_transfer_config = given["transfer"]()
     vllm_config.device_config.device_type = given["device"]
-    if given.get("sleep_mode"):
-        vllm_config.model_config.enable_sleep_mode = True
+    vllm_config.model_config.enable_cumem_allocator = given.get("cumem", False)
     reason = connectors.staging_reason(vllm_config, given["handle_kind"], given["has_rdma"])
     if not named:
         assert reason is None
         return
     assert reason is not None
     assert "the KV connector NixlConnector would copy blocks between processes" in reason
-    assert f'gives "{given["handle_kind"]}" ones, and has no RDMA adapter' in reason
+    adapter = (
+        "its RDMA adapter cannot reach those"
+        if given["has_rdma"]
+        else "no RDMA adapter is in /dev/infiniband"
+    )
+    assert f'gives "{given["handle_kind"]}" ones, and {adapter}' in reason
 
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    ("adapters", "accepted", "named"),
-    [(None, False, True), ([], False, True), (["mlx5_0"], False, False), ([], True, False)],
+    ("devices", "accepted", "named"),
+    [
+        (None, False, True),
+        ([], False, True),
+        (["rdma_cm"], False, True),  # the module is loaded, and there is no adapter
+        (["rdma_cm", "uverbs0"], False, False),
+        ([], True, False),
+    ],
 )
 def test_worker_looks_for_what_transfers_could_use(
     vllm_config: Any,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    adapters: list[str] | None,
+    devices: list[str] | None,
     accepted: bool,
     named: bool,
 ) -> None:
@@ -410,16 +422,16 @@ def test_worker_looks_for_what_transfers_could_use(
     from vllm_integration.config import Options
 
     folder = tmp_path / "infiniband"
-    for adapter in adapters or []:
-        (folder / adapter).mkdir(parents=True)
-    if adapters == []:
+    for device in devices or []:
+        (folder / device).mkdir(parents=True)
+    if devices == []:
         folder.mkdir()
     vllm_config.kv_transfer_config = _nixl()
     vllm_config.device_config.device_type = "cuda"
-    found = types.SimpleNamespace(available=True, handle_kind="fd")
+    found = types.SimpleNamespace(available=True, handle_kind="fd+rdma")
     monkeypatch.setattr("allocator.probe", lambda device: found)
     monkeypatch.setattr(worker_checks, "_backend_reason", lambda config: None)
-    monkeypatch.setattr(worker_checks, "RDMA_ADAPTERS", folder)
+    monkeypatch.setattr(worker_checks, "RDMA_DEVICES", folder)
     worker = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"), vllm_config=vllm_config)
     reason = worker_checks.worker_reason(worker, Options(host_staged_transfers=accepted))
     assert ("through host memory" in (reason or "")) is named

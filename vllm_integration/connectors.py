@@ -134,21 +134,24 @@ def staging_reason(vllm_config: Any, handle_kind: str, has_rdma: bool) -> str | 
     handle_kind : str
         The best kind of shareable memory on this device, see `allocator.probe`.
     has_rdma : bool
-        Whether this machine has an RDMA adapter.
+        Whether this process has an RDMA adapter. Only memory made for GPUDirect RDMA is of use to it.
     """
-    if handle_kind == "fabric" or has_rdma or vllm_config.device_config.device_type != "cuda":
+    if handle_kind == "fabric" or (has_rdma and handle_kind == "fd+rdma"):
         return None
-    # In vLLM's sleep mode its own cache has no CUDA IPC handles either.
-    if vllm_config.model_config.enable_sleep_mode:
+    # With the cumem allocator, which sleep mode switches on, vLLM's own cache has no CUDA IPC handles either.
+    if vllm_config.device_config.device_type != "cuda" or vllm_config.model_config.enable_cumem_allocator:
         return None
     for connector, transfer in _configured(vllm_config):
         if not _is_vllms(connector, NIXL) or transfer.kv_buffer_device == "cpu":
             continue
         if "UCX" in transfer.get_from_extra_config("backends", ["UCX"]):
+            adapter = (
+                "its RDMA adapter cannot reach those" if has_rdma else "no RDMA adapter is in /dev/infiniband"
+            )
             return (
                 f"the KV connector {transfer.kv_connector} would copy blocks between processes of this host "
                 "through host memory: UCX maps reserved memory by fabric handles only, this machine gives "
-                f'"{handle_kind}" ones, and has no RDMA adapter (host_staged_transfers accepts that)'
+                f'"{handle_kind}" ones, and {adapter} (host_staged_transfers accepts that)'
             )
     return None
 

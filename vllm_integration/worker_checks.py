@@ -12,7 +12,8 @@ from vllm_integration.prefix import layer_specs
 
 __all__ = ["agreed", "agreed_least", "layout_reason", "reservable_bytes", "worker_reason"]
 
-RDMA_ADAPTERS = Path("/sys/class/infiniband")
+# What a container has been given; /sys/class/infiniband shows it the host's adapters all the same.
+RDMA_DEVICES = Path("/dev/infiniband")
 
 
 def worker_reason(worker: Any, options: Options) -> str | None:
@@ -127,7 +128,7 @@ def agreed_least(value: int) -> int:
 
 def _has_rdma() -> bool:
     try:
-        return any(RDMA_ADAPTERS.iterdir())
+        return any(path.name.startswith("uverbs") for path in RDMA_DEVICES.iterdir())
     except OSError:
         return False
 
