@@ -22,6 +22,10 @@ class Extension:
         """Return what the neighbour on this rank holds."""
         return sum(taken.num_bytes for taken in _TAKEN)
 
+    def lengths(self: Any) -> list[int]:
+        """Return `max_model_len` as the configuration of this worker and its runner have it."""
+        return [self.model_config.max_model_len, self.model_runner.max_model_len]
+
 
 def _listen(name: str, record: dict[str, Any] | None) -> None:
     import torch

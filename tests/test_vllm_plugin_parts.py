@@ -161,6 +161,7 @@ class Ranks:
         )
         self.measured_blocks = measured_blocks
         self.calls: list[str] = []
+        self.told: list[int] = []  # the length, of each rank in turn
 
     def plan_again(self, available: list[int]) -> list[Any]:
         return self._configs(self.vllm_config, self.specs, available)
@@ -195,6 +196,9 @@ class Ranks:
         pool = self.pools[rank][0]
         pool.shrink(2)
         return {"rank": rank, "blocks": pool.max_blocks_within(memory_info("cpu")[0] + pool.physical_bytes)}
+
+    def update_max_model_len(self, rank: int, max_model_len: int) -> None:
+        self.told.append(max_model_len)
 
     def committed(self) -> list[int]:
         return [pool.committed_blocks for pool, _ in self.pools]
@@ -247,6 +251,37 @@ def test_rank_that_fails_takes_every_rank_back(ranks: Callable[..., Ranks]) -> N
     assert "rank 0 could not back" in str(caught.value) or "rank 1 could not back" in str(caught.value)
     assert "host: " in str(caught.value)
     assert "one request of max_model_len 512 needs 5" in str(caught.value)
+    assert some.committed() == [2, 2]
+
+
+@pytest.mark.parametrize(("blocks", "length"), [(40, 39 * 128), (2, 128)])
+def test_commit_that_comes_up_short_fits_the_automatic_length_again(
+    ranks: Callable[..., Ranks], vllm_config: Any, blocks: int, length: int
+) -> None:
+    """Cases 13 and 29: a length that was fitted to 60 blocks asks for all of them."""
+    from vllm_integration.final_size import settle
+
+    model_config = vllm_config.model_config
+    # As they are in an engine that was started with -1, with a model of 8,192 tokens.
+    model_config.original_max_model_len, model_config.max_model_len = -1, 8192
+    some = ranks([60], budget_bytes=blocks * 131072)
+    assert settle(some, some.config).blocks == some.config.num_blocks == blocks
+    assert some.committed() == [blocks]
+    assert model_config.max_model_len == length
+    assert some.told == [59 * 128, length]
+
+
+def test_commit_that_stays_short_names_rank_call_and_code_whatever_the_length(
+    ranks: Callable[..., Ranks], vllm_config: Any
+) -> None:
+    """Both ranks share one budget, so that what would fit on one of them never fits on both."""
+    from vllm_integration.final_size import settle
+
+    vllm_config.model_config.original_max_model_len = -1
+    some = ranks([60, 60], budget_bytes=80 * 131072)
+    with pytest.raises(SizingError, match=r"rank 1 could not back 57 blocks .*: host: .*\(12\)") as caught:
+        settle(some, some.config)
+    assert "and any request needs 2" in str(caught.value)
     assert some.committed() == [2, 2]
 
 

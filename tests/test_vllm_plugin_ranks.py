@@ -27,9 +27,12 @@ NEIGHBOUR_BYTES = {"do": "rpc", "method": "neighbour_bytes"}
 RANK_BLOCK_BYTES = BLOCK_BYTES // 2
 
 
-def start(run_engine: Run, *steps: dict[str, Any], taken_mib: int, after: str, **more: int) -> dict[str, Any]:
-    """Two tensor-parallel ranks with a budget of 32 MiB each, of which a neighbour takes some on rank 1."""
-    neighbour = {"rank": 1, "after": {after: taken_mib * MIB}, **more}
+def start(
+    run_engine: Run, *steps: dict[str, Any], holds_mib: dict[str, int], length: int = 512, **more: int
+) -> dict[str, Any]:
+    """Two tensor-parallel ranks of 32 MiB each; a neighbour of rank 1 holds some from the named stages on."""
+    after = {stage: mib * MIB for stage, mib in holds_mib.items()}
+    neighbour = {"rank": 1, "after": after, **more}
     options = {"margin_bytes": 0} | ({} if more else {"warmup_blocks": 2})
     env = OTHER_PROCESS | {
         "EKV_HOST_GRANULARITY": str(RANK_BLOCK_BYTES // 4),
@@ -38,6 +41,7 @@ def start(run_engine: Run, *steps: dict[str, Any], taken_mib: int, after: str, *
         "PYTHONPATH": str(Path(__file__).parent),
     }
     llm = SMALL | {
+        "max_model_len": length,
         "tensor_parallel_size": 2,
         "worker_extension_cls": "rank_neighbour.Extension",
         "additional_config": {"extensible_kv_cache": options},
@@ -48,7 +52,7 @@ def start(run_engine: Run, *steps: dict[str, Any], taken_mib: int, after: str, *
 def test_two_ranks_measure_differently_and_all_use_the_smaller(run_engine: Run) -> None:
     """Case 18: rank 1 has 12 MiB less when it measures."""
     steps = [*SINGLES, FIGURES, SNAPSHOT, NEIGHBOUR_BYTES]
-    answer = start(run_engine, *steps, taken_mib=12, after="prefix", prefix_bytes=3 * RANK_BLOCK_BYTES)
+    answer = start(run_engine, *steps, holds_mib={"prefix": 12}, prefix_bytes=3 * RANK_BLOCK_BYTES)
     assert answer["error"] is None
     assert answer["results"][4] == [0, 12 * MIB]
     figures, snapshots = answer["results"][2:4]
@@ -65,7 +69,7 @@ def test_two_ranks_measure_differently_and_all_use_the_smaller(run_engine: Run) 
 
 def test_commit_that_fails_on_one_rank_falls_back_on_all(run_engine: Run) -> None:
     """Cases 19 and 29: rank 0 has its 128 blocks already when rank 1 comes up short; both go on with 80."""
-    answer = start(run_engine, SINGLES[0], FIGURES, SNAPSHOT, taken_mib=12, after="measure")
+    answer = start(run_engine, SINGLES[0], FIGURES, SNAPSHOT, holds_mib={"measure": 12})
     assert answer["error"] is None
     figures, snapshots = answer["results"][1:]
     assert figures["num_gpu_blocks"] == 80
@@ -77,12 +81,28 @@ def test_commit_that_fails_on_one_rank_falls_back_on_all(run_engine: Run) -> Non
 
 def test_commit_that_leaves_too_little_on_one_rank_stops_all(run_engine: Run) -> None:
     """Case 19: what rank 1 has left does not serve one request."""
-    error_and_log = start(run_engine, taken_mib=31, after="measure")
+    error_and_log = start(run_engine, holds_mib={"measure": 31})
     assert error_and_log["error"] is not None
     message = r"SizingError: rank 1 could not back 128 blocks of .*: host: (\w+) failed: (.*?)\. No rank"
     (call, what) = re.search(message, error_and_log["log"]).groups()
     assert call and re.search(r"\(\d+\)", what), "the call and the driver's code"
     assert "4 blocks would fit now, and one request of max_model_len 512 needs 5" in error_and_log["log"]
+
+
+def test_automatic_length_is_told_to_every_rank_also_after_a_commit_that_came_up_short(
+    run_engine: Run,
+) -> None:
+    """Case 13: rank 1 has 60 blocks when it measures, and 48 when it commits."""
+    lengths = {"do": "rpc", "method": "lengths"}
+    steps = [SINGLES[0], FIGURES, SNAPSHOT, lengths]
+    answer = start(run_engine, *steps, holds_mib={"prefix": 17, "measure": 20}, length=-1)
+    assert answer["error"] is None
+    figures, snapshots, told = answer["results"][1:]
+    assert figures["num_gpu_blocks"] == 48
+    assert figures["max_model_len"] == 47 * 128
+    assert told == [[47 * 128] * 2] * 2
+    check_engine_is_consistent(figures, snapshots)
+    assert "rank 1 could not back 60 blocks" in answer["log"]
 
 
 @pytest.mark.timeout(420)

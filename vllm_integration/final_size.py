@@ -37,7 +37,7 @@ def settle(sizing: Any, config: Any) -> Sizes:
     else:
         planned = _plan(sizing, measured)
         blocks = min(capacity, planned[0].num_blocks)
-    blocks, commits = _commit(sizing, config, blocks, may_shrink=not told)
+    blocks, commits = _commit(sizing, config, blocks, measured, may_shrink=not told)
     _correct(sizing, config, blocks, measured)
     return Sizes(blocks, measured, commits)
 
@@ -119,12 +119,16 @@ def _check_explicit(measured: list[dict[str, Any]], blocks: int) -> None:
             )
 
 
-def _commit(sizing: Any, config: Any, blocks: int, *, may_shrink: bool) -> tuple[int, list[dict[str, Any]]]:
+def _commit(
+    sizing: Any, config: Any, blocks: int, measured: list[dict[str, Any]], *, may_shrink: bool
+) -> tuple[int, list[dict[str, Any]]]:
     """Commit on every worker or on none, falling back to what fits while that serves one request."""
     from allocator.sizing import SizingError
 
-    least = required_blocks(sizing.vllm_config, config)
-    length = sizing.vllm_config.model_config.max_model_len
+    model_config = sizing.vllm_config.model_config
+    fitted = model_config.original_max_model_len == -1  # one request is as long as the cache allows
+    least = 2 if fitted else required_blocks(sizing.vllm_config, config)
+    request = "any request" if fitted else f"one request of max_model_len {model_config.max_model_len}"
     for attempt in range(1, MAX_ATTEMPTS + 1):
         commits = sizing.rpc("ekv_commit", blocks)
         failed = next((c for c in commits if c["error"]), None)
@@ -136,11 +140,24 @@ def _commit(sizing: Any, config: Any, blocks: int, *, may_shrink: bool) -> tuple
         if not may_shrink or smaller < least or attempt == MAX_ATTEMPTS:
             raise SizingError(
                 f"{message}. No rank keeps more than its warm-up prefix; {smaller} blocks would fit now, "
-                f"and one request of max_model_len {length} needs {least}"
+                f"and {request} needs {least}"
             )
+        if fitted:
+            smaller = _fit_again(sizing, measured, smaller, message)
         logger.warning("%s; going on with %d blocks, which fit now.", message, smaller)
         blocks = smaller
     raise AssertionError("unreachable")
+
+
+def _fit_again(sizing: Any, measured: list[dict[str, Any]], blocks: int, why: str) -> int:
+    """Fit `max_model_len` to `blocks` and tell every worker; return the blocks of vLLM's plan for it."""
+    from allocator.sizing import SizingError
+
+    fits = [m if m["blocks"] is None else {**m, "blocks": min(m["blocks"], blocks)} for m in measured]
+    try:
+        return min(blocks, int(_plan(sizing, fits)[0].num_blocks))
+    except ValueError as error:
+        raise SizingError(f"{why}. {error}") from error
 
 
 def _correct(sizing: Any, config: Any, blocks: int, measured: list[dict[str, Any]]) -> None:
