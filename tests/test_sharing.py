@@ -4,7 +4,6 @@ import gc
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pools import MIB, ON_EVERY_DEVICE, assert_filled, fill, make_pool, run_python
+from pools import MIB, ON_EVERY_DEVICE, assert_filled, fill, make_pool
 
 from allocator import PoolValueError, export, extensible_kv_pool, import_, memory_info
 from allocator.shim import lib
@@ -98,6 +97,8 @@ def test_importer_that_is_killed_leaves_nothing_in_the_exporting_process(device)
 
 
 def test_memory_that_the_exporter_gives_back_stays_with_the_importer():
+    gc.collect()
+    before = shared_memory_bytes()
     pool, view = make_pool("cpu")
     pool.commit(40)
     fill(view, 0, 40)
@@ -110,8 +111,9 @@ def test_memory_that_the_exporter_gives_back_stays_with_the_importer():
     pool.free()
     copy = imported.tensors[0].view(torch.int32)[: 4 * 64 * 24576].view(4, 64, 24576)
     assert_filled(copy, 0, 40)
-    del copy
     imported.free()
+    assert shared_memory_bytes() == before  # although a view keeps the addresses
+    del copy
     ours.close()
     theirs.close()
 
@@ -126,8 +128,10 @@ def test_import_that_fails_leaves_neither_files_nor_memory():
     ours, theirs = socket.socketpair()
     pool._members[1].reservation.granularity = 4096  # the second of the two does not fit here
     export(pool, ours)
-    with pytest.raises(PoolValueError, match="granularity of 4096 bytes"):
+    with pytest.raises(PoolValueError, match="granularity of 4096 bytes") as caught:
         import_(theirs, "cpu")
+    assert shared_memory_bytes() == before[0][0]  # also while the error, and what it refers to, is kept
+    del caught
     ours.close()
     theirs.close()
     gc.collect()
@@ -241,39 +245,6 @@ def test_import_from_a_connection_that_breaks_names_the_bytes(cut):
         import_(partial, "cpu")
 
 
-MANY_CHUNKS = """
-import resource, socket, threading, torch
-resource.setrlimit(resource.RLIMIT_NOFILE, (128, {hard}))
-from allocator import export, extensible_kv_pool, import_
-with extensible_kv_pool("cpu", max_chunk_bytes=2 << 20) as pool:
-    caches = [torch.zeros(60, 2 << 20, dtype=torch.int8) for _ in range(5)]
-for number, cache in enumerate(caches):
-    pool.bind(cache)
-pool.commit(60)
-for number, cache in enumerate(caches):
-    cache[59].fill_(number)
-ours, theirs = socket.socketpair()
-thread = threading.Thread(target=export, args=(pool, ours))
-thread.start()
-imported = import_(theirs, "cpu")
-thread.join()
-for number, tensor in enumerate(imported.tensors):
-    assert int(tensor[59 << 21]) == number
-print(len(imported.tensors), imported.committed_blocks)
-"""
-
-
-def test_more_chunks_than_the_soft_limit_of_open_files():
-    process = run_python(MANY_CHUNKS.format(hard=4096))
-    assert (process.returncode, process.stdout) == (0, "5 60\n"), process.stderr
-
-
-def test_more_chunks_than_the_hard_limit_of_open_files_names_the_limit():
-    process = run_python(MANY_CHUNKS.format(hard=200))
-    assert process.returncode == 1
-    assert "EMFILE" in process.stderr, process.stderr
-
-
 def test_export_does_not_block_the_pool_while_the_other_side_does_not_read():
     pool, view = make_pool("cpu", num_blocks=4096, block_bytes=64 * 1024, max_chunk_bytes=2 * MIB)
     pool.commit(2000)
@@ -289,18 +260,3 @@ def test_export_does_not_block_the_pool_while_the_other_side_does_not_read():
         assert not sending.done()
         theirs.close()
         assert isinstance(sending.exception(timeout=30), ConnectionError)
-
-
-def test_import_of_something_else_is_refused():
-    ours, theirs = socket.socketpair()
-    theirs.sendall(b"HTTP/1.1 200 OK")
-    with pytest.raises(PoolValueError, match="HTTP"):
-        import_(ours, "cpu")
-
-
-@pytest.mark.parametrize("text", [b"{}", b"[]", b"abc", b"\xff", b'{"driver": "host"}'])
-def test_import_of_a_description_that_is_none_is_refused(text):
-    ours, theirs = socket.socketpair()
-    theirs.sendall(struct.pack("!4sI", b"EKV1", len(text)) + text)
-    with pytest.raises(PoolValueError, match=f"the {len(text)} bytes .* describe no export"):
-        import_(ours, "cpu")
