@@ -35,7 +35,13 @@ LARGE = [[(11 * i + j * (i + 5)) % 1999 + 300 for j in range(4001)] for i in ran
 
 
 def connector_records(base: dict[str, Any], log: Path, only: list[str] | None) -> Iterator[dict[str, Any]]:
-    """Run engines with offloading connectors one after another, then pairs; the names in `only`, or all."""
+    """Run engines with offloading connectors one after another, then pairs; the names in `only`, or all.
+
+    Raises `ValueError` for a name that there is none of: that would look like a run that kept all limits.
+    """
+    unknown = sorted(set(only or ()) - {*OFFLOADING, *PAIRS})
+    if unknown:
+        raise ValueError(f"no {', '.join(unknown)} among {', '.join((*OFFLOADING, *PAIRS))}")
     llm = {**base, "enable_prefix_caching": True, "gpu_memory_utilization": 0.4}
     llm["cudagraph_capture_sizes"] = [1, 2, 4, 8, 16, 32]  # nearly all steps have one request
     cached = [{"do": "cached", "prompts": [prompt], "max_tokens": 32} for prompt in PROMPTS]
@@ -177,6 +183,9 @@ def pair_records(
         rates[kind], note = _rate(run)
         yield results.record(f"nixl_{name}_{kind}_gb_per_s", rates[kind], "GB/s", note=note)
     snapshots = [one["snapshot"] for one in flag["started"]]
+    yield truth(f"nixl_{name}_flag_has_the_extensible_cache", all(snapshots))
+    if not all(snapshots):
+        return
     kinds = {snapshot["reservations"][0]["handle_kind"] for snapshot in snapshots}
     pieces = all(len(snapshot["chunks"]) <= len(snapshot["segments"]) for snapshot in snapshots)
     yield truth(f"nixl_{name}_one_allocation_a_layer", pieces, f"handle kinds: {sorted(kinds)}")

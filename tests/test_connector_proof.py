@@ -1,0 +1,58 @@
+"""The records of `benchmarks/connector_proof.py`, from runs that are made up: the device is rented."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+from connector_proof import connector_records, default_records, pair_records
+
+OUTPUTS = [{"tokens": [301, 302], "logprobs": [[[301, -0.5], [9, -1.5]], [[302, -0.25], [9, -2.5]]]}]
+POOL = {"reservations": [{"handle_kind": "fd+rdma"}], "chunks": [{}], "segments": [{}]}
+
+
+def run(gb_per_s: float, snapshot: dict[str, Any] | None) -> dict[str, Any]:
+    moved = {"outputs": OUTPUTS, "moved": [[10**9, 1 / gb_per_s]]}
+    started = [{"error": None, "snapshot": snapshot}] * 2
+    return {"error": None, "started": started, "small": moved, "large": moved, "exits": [0, 0]}
+
+
+def records(items: Any) -> dict[str, Any]:
+    found = {item["name"].removeprefix("nixl_one_gpu_"): item for item in items}
+    assert all(item["unit"] == "" or item["value"] > 0 for item in found.values())
+    return found
+
+
+def failed(found: dict[str, Any]) -> set[str]:
+    return {name for name, item in found.items() if item["passed"] is False}
+
+
+def test_name_of_no_connector_is_refused_before_an_engine_starts() -> None:
+    with pytest.raises(ValueError, match="no V2_LBHNC among OffloadingConnector.*napping"):
+        next(connector_records({}, Path("log"), ["stock", "V2_LBHNC"]))
+
+
+def test_pair_with_the_extensible_cache_is_held_to_the_one_without() -> None:
+    found = records(pair_records("one_gpu", run(0.5, POOL), run(250, None), OUTPUTS))
+    assert failed(found) == set()
+    assert found["bandwidth_flag_vs_stock"]["value"] == pytest.approx(0.002)
+    assert found["bandwidth_flag_vs_stock"]["limit"] is None  # without fabric handles
+    fabric = POOL | {"reservations": [{"handle_kind": "fabric"}]}
+    found = records(pair_records("one_gpu", run(0.5, fabric), run(250, None), OUTPUTS))
+    assert failed(found) == {"bandwidth_flag_vs_stock"}
+
+
+def test_pair_that_fell_back_is_told_and_the_rest_still_runs() -> None:
+    found = records(pair_records("one_gpu", run(250, None), run(250, None), OUTPUTS))
+    assert failed(found) == {"flag_has_the_extensible_cache"}
+
+
+@pytest.mark.parametrize(("rate", "snapshot", "bad"), [(200, None, False), (0.5, POOL, True)])
+def test_switch_alone_may_not_be_far_slower(rate: float, snapshot: Any, bad: bool) -> None:
+    found = records(default_records("one_gpu", run(rate, snapshot), run(250, None)))
+    assert failed(found) == ({"bandwidth_default_vs_stock"} if bad else set())
+    kind = found["bandwidth_default_vs_stock"]["note"]
+    assert kind == ("fd+rdma" if snapshot else "vLLM's normal cache")
