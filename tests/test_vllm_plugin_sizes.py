@@ -43,9 +43,10 @@ def budget(mib: int) -> dict[str, str]:
     return {**GRANULE, "EKV_HOST_BUDGET": str(mib * MIB)}
 
 
-def test_explicit_bytes_are_committed_exactly(run_engine: Run) -> None:
+@pytest.mark.parametrize("share", [0.001, 0.999], ids=["less", "more-than-is-free"])
+def test_explicit_bytes_are_committed_exactly(run_engine: Run, share: float) -> None:
     """Case 10: an explicit size is authoritative, whatever the utilization."""
-    sizes = {"kv_cache_memory_bytes": 32 * MIB, "gpu_memory_utilization": 0.001}
+    sizes = {"kv_cache_memory_bytes": 32 * MIB, "gpu_memory_utilization": share}
     answer = start(run_engine, sizes, GENERATE, FIGURES, SNAPSHOT)
     assert answer["error"] is None
     figures, (snapshot,) = answer["results"][1:]

@@ -186,6 +186,7 @@ RELIED_ON = (
         "one torch.zeros, one view for each layer",
     ),
     Target(WORKER, "Worker.init_device", (), "overridden: what the context takes"),
+    Target(WORKER, "request_memory", None, "no condition while it runs, where the size is explicit"),
     Target(WORKER, "Worker.determine_available_memory", (), "overridden: no estimation of graphs"),
     Target(
         WORKER, "Worker.initialize_from_config", ("kv_cache_config",), "overridden: reserve, bind, prefix"

@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm_integration import allocation, fallback, measure, own_context, worker_checks, worker_connectors
 from vllm_integration.config import Options
+from vllm_integration.explicit_size import share_is_no_condition
 from vllm_integration.log import logger
 from vllm_integration.prefix import warmup_blocks
 from vllm_integration.worker_sleep import SleepingWorker
@@ -57,7 +58,8 @@ class ExtensibleWorker(SleepingWorker):
     def init_device(self: Any) -> None:
         """Take the device as vLLM does, and note what the process took before vLLM's first reading."""
         before = own_context.free_by_device()
-        super().init_device()
+        with share_is_no_condition(self):
+            super().init_device()
         self._ekv_context_bytes = 0
         if before and self.device.type == "cuda":
             after = own_context.free_by_device()

@@ -1,0 +1,252 @@
+"""The cases of sizing on a GPU worker: real pool and plugin, and a device whose memory is a few numbers.
+
+Only the prefix is really backed, by the host driver; what the pool holds is taken from the device.
+"""
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from allocator import extensible_kv_pool
+from allocator.sizing import SizingError
+from vllm_integration import final_size, measure, worker_state
+from vllm_integration.config import Options
+
+pytestmark = pytest.mark.vllm
+
+MIB, GIB = 1 << 20, 1 << 30
+BLOCK = 8 * MIB
+TOTAL, CONTEXT, WEIGHTS, STEP = 80 * GIB, 504 * MIB, 8 * GIB, 1000 * MIB
+MARGIN = 144 * MIB
+STOCK = 4 * GIB  # what a profile that guessed high would leave for the cache
+
+
+class Device:
+    """A GPU: what PyTorch holds in use, what it only keeps, and what others hold."""
+
+    def __init__(self) -> None:
+        self.in_use, self.kept, self.outside, self.pool = 0, 0, CONTEXT, None
+        self.step_bytes = STEP
+
+    def free_bytes(self, device: Any) -> int:
+        pool = self.pool.physical_bytes if self.pool else 0
+        return TOTAL - self.in_use - self.kept - self.outside - pool
+
+    def own_bytes(self, device: Any) -> int:
+        return self.in_use + self.kept
+
+    def settle(self, device: Any) -> None:
+        self.kept = 0
+
+    def capture(self, transient: int, stays: int) -> None:
+        """Take more for a moment than stays; PyTorch keeps the rest."""
+        self.in_use += stays
+        self.kept += transient - stays
+
+    def run_widest_step(self, worker: Any, num_blocks: int) -> None:
+        """Take from what PyTorch keeps, and from the driver what is missing; PyTorch keeps all of it."""
+        self.kept = max(self.kept, self.step_bytes)
+
+
+class Started:
+    """A GPU worker's cache after its profile, before warm-up, of which 2 blocks are backed."""
+
+    def __init__(self, device: Device, share: float, explicit: int | None) -> None:
+        free = device.free_bytes(None)
+        self.device, self.explicit = device, explicit
+        self.worker = types.SimpleNamespace(
+            device=types.SimpleNamespace(type="cuda"),
+            rank=0,
+            vllm_config=types.SimpleNamespace(kv_transfer_config=None),
+            cache_config=types.SimpleNamespace(kv_cache_memory_bytes=explicit, num_gpu_blocks_override=None),
+            requested_memory=int(TOTAL * share),
+            init_snapshot=types.SimpleNamespace(free_memory=free),
+            _ekv_context_bytes=CONTEXT,
+        )
+        self.cache = worker_state.WorkerCache(Options(margin_bytes=MARGIN), self.worker)
+        device.in_use += WEIGHTS
+        self.cache.stock_bytes = explicit or STOCK
+        self.cache.note_profile(self.worker)
+        upper = self.cache.propose(self.worker)["upper_bytes"]
+        self.capacity = upper // BLOCK
+        with extensible_kv_pool("cpu") as pool:
+            self.flat = torch.zeros(self.capacity * BLOCK, dtype=torch.int8)
+        pool.bind(self.flat.view(self.capacity, BLOCK))
+        self.cache.adopt(pool, self.capacity, self.capacity * BLOCK)
+        self.cache.commit_prefix(2)
+        device.pool = pool
+
+    def blocks(self) -> int:
+        return self.cache.measure(self.worker)["blocks"]
+
+    def settle(self) -> None:
+        """As the engine does for a size that was asked for, as far as the check."""
+        sizing = types.SimpleNamespace(
+            rpc=lambda method, *args: [getattr(self, method)(*args)],
+            proposals=[{"explicit": self.explicit is not None}],
+            vllm_config=types.SimpleNamespace(cache_config=self.worker.cache_config),
+        )
+        final_size.settle(sizing, types.SimpleNamespace(num_blocks=self.capacity))
+
+    def ekv_measure(self) -> dict[str, Any]:
+        return self.cache.measure(self.worker)
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Started]:
+    device = Device()
+    for name in ("free_bytes", "own_bytes", "settle"):
+        monkeypatch.setattr(measure, name, getattr(device, name))
+    monkeypatch.setattr(measure, "model_bytes", lambda worker: WEIGHTS)
+    monkeypatch.setattr(worker_state, "run_widest_step", device.run_widest_step)
+    reservable, cpu = worker_state.reservable_bytes, torch.device("cpu")
+    monkeypatch.setattr(
+        worker_state, "reservable_bytes", lambda device, wanted, least: reservable(cpu, wanted, least)
+    )
+
+    def started(share: float = 0.9, explicit: int | None = None, outside: int = CONTEXT) -> Started:
+        device.outside = outside
+        return Started(device, share, explicit)
+
+    return started
+
+
+def expected(share: float = 0.9, *, graphs: int = 0, step: int = STEP) -> int:
+    return (int(TOTAL * share) - CONTEXT - WEIGHTS - graphs - step - MARGIN) // BLOCK
+
+
+@pytest.mark.parametrize("share", [0.3, 0.9, 0.98])
+def test_what_the_widest_step_takes_again_is_no_memory_for_the_cache(
+    start: Callable[..., Started], share: float
+) -> None:
+    """PyTorch's cache is emptied before the step, not after it; what the profile guessed caps nothing."""
+    assert start(share).blocks() == expected(share) > STOCK // BLOCK
+
+
+@pytest.mark.parametrize("step", [0, 24 * MIB, 4 * GIB])
+def test_logits_case_6_whatever_the_widest_step_takes_is_left_out(
+    start: Callable[..., Started], step: int
+) -> None:
+    started = start()
+    started.device.step_bytes = step
+    assert started.blocks() == expected(step=step)
+
+
+def test_case_1_graphs_that_take_more_than_is_left_make_the_cache_smaller(
+    start: Callable[..., Started],
+) -> None:
+    """Of what 0.98 leaves to others, 120 MiB are free; graphs take 136 MiB, which nobody estimated."""
+    started = start(0.98, outside=CONTEXT + TOTAL - int(TOTAL * 0.98) - 120 * MIB)
+    started.device.capture(136 * MIB, 136 * MIB)
+    assert 0 < started.blocks() == expected(0.98, graphs=136 * MIB)
+    assert started.device.free_bytes(None) >= (started.blocks() - 2) * BLOCK + MARGIN
+
+
+def test_case_2_captures_in_one_pool_cost_what_they_took_together(start: Callable[..., Started]) -> None:
+    """The first of 50 takes 96 MiB, and each other one 1 MiB more, with as much again for a moment."""
+    started = start()
+    started.device.capture(192 * MIB, 96 * MIB)
+    for _ in range(49):
+        started.device.capture(2 * MIB, MIB)
+    assert started.blocks() == expected(graphs=(96 + 49) * MIB)
+
+
+def test_case_3_transient_of_capture_that_pytorch_keeps_does_not_count(start: Callable[..., Started]) -> None:
+    started = start()
+    started.device.step_bytes = 0
+    started.device.capture(GIB, 24 * MIB)
+    assert started.blocks() == expected(graphs=24 * MIB, step=0)
+
+
+def test_case_5_what_the_sampler_keeps_after_capture_counts(start: Callable[..., Started]) -> None:
+    started = start()
+    started.device.capture(136 * MIB, 136 * MIB)
+    started.device.capture(700 * MIB, 304 * MIB)  # the sampler's own warm-up
+    assert started.blocks() == expected(graphs=440 * MIB)
+
+
+@pytest.mark.parametrize("freed", [7 * GIB, 20 * GIB])
+def test_case_8_neighbour_that_frees_meanwhile_gives_nothing_away(
+    start: Callable[..., Started], freed: int
+) -> None:
+    started = start(0.5, outside=CONTEXT + 20 * GIB)
+    started.device.capture(136 * MIB, 136 * MIB)
+    started.device.outside -= freed
+    assert started.blocks() == expected(0.5, graphs=136 * MIB)
+
+
+def test_neighbour_that_takes_meanwhile_leaves_what_is_free_and_never_less_than_nothing(
+    start: Callable[..., Started],
+) -> None:
+    started = start()
+    started.device.outside += 30 * GIB
+    assert started.blocks() == expected() - 30 * GIB // BLOCK
+    started.device.outside += started.device.free_bytes(None) - 4 * MIB
+    assert started.blocks() == 0
+
+
+def test_case_9_memory_that_pytorch_does_not_count_is_seen(start: Callable[..., Started]) -> None:
+    started = start()
+    started.device.outside += GIB  # of a library, or mapped behind its back
+    assert started.blocks() == expected(graphs=GIB)
+
+
+def test_case_10_explicit_size_starts_with_less_free_than_the_share(start: Callable[..., Started]) -> None:
+    """0.9 are asked for, and 0.85 are free."""
+    started = start(0.9, explicit=GIB, outside=int(0.15 * TOTAL))
+    assert started.capacity == GIB // BLOCK
+    measured = started.ekv_measure()
+    assert measured["blocks_free"] == started.capacity
+
+
+def test_case_11_explicit_size_without_room_for_the_widest_step_names_the_bytes(
+    start: Callable[..., Started],
+) -> None:
+    """All that is free less 100 MiB, and a step that needs 1,000 MiB."""
+    explicit = (TOTAL - CONTEXT - WEIGHTS - 100 * MIB) // BLOCK * BLOCK
+    started = start(explicit=explicit)
+    with pytest.raises(SizingError) as caught:
+        started.settle()
+    left = TOTAL - CONTEXT - WEIGHTS - STEP
+    text = str(caught.value)
+    assert f"{explicit} bytes" in text
+    assert f"{left} bytes left for it after warm-up and its widest step, which takes {STEP} bytes" in text
+    assert f"at most {left // BLOCK} blocks fit" in text
+
+
+class Stock:
+    """As much of vLLM's GPU worker as the check of its share is in."""
+
+    def __init__(self, explicit: int | None) -> None:
+        self.cache_config = types.SimpleNamespace(kv_cache_memory_bytes=explicit, gpu_memory_utilization=0.9)
+        self.device = types.SimpleNamespace(type="none")
+
+    def init_device(self) -> None:
+        import vllm.v1.worker.gpu_worker as module
+
+        snapshot = types.SimpleNamespace(
+            total_memory=100 * GIB, free_memory=85 * GIB, device_=torch.device("cpu")
+        )
+        self.requested_memory = module.request_memory(snapshot, self.cache_config)
+
+
+def test_case_10_vllms_gpu_worker_starts_with_less_free_than_the_share() -> None:
+    """vLLM's own check, which its GPU worker makes whatever the size; and only an explicit one is let in."""
+    import vllm.v1.worker.gpu_worker as module
+
+    from vllm_integration.worker import ExtensibleWorker
+
+    class Worker(ExtensibleWorker, Stock):
+        pass
+
+    check = module.request_memory
+    worker = Worker(GIB)
+    worker.init_device()
+    assert worker.requested_memory == 90 * GIB
+    for refused in (Worker(None), Stock(GIB)):
+        with pytest.raises(ValueError, match="less than desired GPU memory utilization"):
+            refused.init_device()
+    assert module.request_memory is check
