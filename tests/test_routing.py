@@ -3,12 +3,13 @@
 import threading
 import weakref
 
+import numpy
 import pytest
 import torch
 from pools import MIB, ON_EVERY_DEVICE, run_python
 
-from allocator import DriverError, PoolValueError, extensible_kv_pool
-from allocator.torch_routing import _adopt, driver_of, resolve_device
+from allocator import DriverError, PoolValueError, extensible_kv_pool, torch_routing
+from allocator.torch_routing import _adopt, current_allocator, driver_of, resolve_device
 
 FACTORIES = {
     "empty": lambda device, like: torch.empty(4, MIB, dtype=torch.int8, device=device),
@@ -320,6 +321,27 @@ def test_unserved_devices_and_arguments_are_refused():
     with pytest.raises(ValueError, match="min_bytes=-1"), extensible_kv_pool("cpu", min_bytes=-1):
         pass
     assert resolve_device("cpu") == torch.device("cpu")
+
+
+def test_routing_takes_the_cpu_by_any_name_and_sizes_of_any_kind():
+    with extensible_kv_pool("cpu", min_bytes=MIB) as pool:
+        caches = [
+            torch.zeros(MIB, dtype=torch.int8, device="cpu:0"),
+            torch.zeros(numpy.int64(MIB), dtype=torch.int8),
+            torch.ones(1, dtype=torch.int8).new_zeros(MIB),
+        ]
+    assert len(pool.snapshot()["reservations"]) == len(caches)
+
+
+def test_current_allocator_is_foreign_where_nobody_asked_for_the_pools(monkeypatch):
+    """What a GPU's PyTorch would say; that of the CPU says nothing."""
+    if not torch.backends.cuda.is_built():
+        assert current_allocator() == "none"
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "pluggable")
+    monkeypatch.setattr(torch_routing, "_allocator", None)
+    assert current_allocator() == "foreign"
+    monkeypatch.setattr(torch_routing, "_allocator", object())
+    assert current_allocator() == "pluggable"
 
 
 def test_import_touches_no_driver():  # 10

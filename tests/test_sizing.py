@@ -232,6 +232,8 @@ def test_final_blocks_case_16_checks_the_final_size_not_the_prefix() -> None:
 def test_final_blocks_case_18_all_ranks_use_the_smallest() -> None:
     assert final_blocks([2111, 2055], 100) == 2055
     assert final_blocks([2055, 2111], 100) == 2055
+    with pytest.raises(SizingError, match="rank 1 has memory for 2055 blocks"):
+        final_blocks([2111, 2055], 2100)
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1), st.integers(0, 10**6), st.none() | st.integers(0, 10**6))
