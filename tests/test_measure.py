@@ -1,0 +1,121 @@
+"""What is read on a CPU after warm-up, and what reading must leave as it was found."""
+
+import gc
+import mmap
+import random
+import types
+import weakref
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from pools import MIB, make_pool
+
+from allocator.shim import lib
+from vllm_integration import measure
+
+CPU = torch.device("cpu")
+
+
+def test_replaced_value_comes_back_after_an_error() -> None:
+    plan = types.SimpleNamespace(num_blocks=64)
+    with pytest.raises(KeyError), measure.replaced(plan, "num_blocks", 5):
+        assert plan.num_blocks == 5
+        raise KeyError
+    assert plan.num_blocks == 64
+
+
+def test_graph_estimation_is_back_after_an_error() -> None:
+    class Runner:
+        def profile_cudagraph_memory(self) -> int:
+            return 7
+
+    runner = Runner()
+    with pytest.raises(KeyError), measure.without_graph_estimation(runner):
+        assert runner.profile_cudagraph_memory() == 0
+        raise KeyError
+    assert runner.profile_cudagraph_memory() == 7
+
+
+def _draw() -> list[float]:
+    return [random.random(), float(numpy.random.rand()), float(torch.rand(1))]
+
+
+def test_random_states_are_left_as_they_were_found_after_an_error_too() -> None:
+    random.seed(3)
+    numpy.random.seed(3)
+    torch.manual_seed(3)
+    expected = _draw()
+    random.seed(3)
+    numpy.random.seed(3)
+    torch.manual_seed(3)
+    with pytest.raises(KeyError), measure.quiet_random(CPU):
+        _draw()
+        raise KeyError
+    assert _draw() == expected
+
+
+def test_free_bytes_are_the_drivers() -> None:
+    pool, _view = make_pool("cpu")
+    pool.commit(64)
+    lib.ekv_host_configure(0, 1 << 40)
+    try:
+        before = measure.free_bytes(CPU)
+        pool.shrink(0)
+        assert before < measure.free_bytes(CPU) <= 1 << 40
+    finally:
+        lib.ekv_host_configure(0, 0)
+
+
+def test_own_bytes_are_private_memory_and_files_and_not_the_pools(tmp_path: Path) -> None:
+    size, slack = 512 * MIB, 8 * MIB
+    gc.collect()
+    start = measure.own_bytes(CPU)
+    pool, view = make_pool("cpu", num_blocks=256)  # 96 MiB
+    pool.commit(256)
+    view.fill_(1)
+    with_pool = measure.own_bytes(CPU)
+    assert abs(with_pool - start) < slack
+    private = numpy.ones(size, dtype=numpy.uint8)
+    with_private = measure.own_bytes(CPU)
+    assert abs(with_private - with_pool - size) < slack
+    size = 64 * MIB
+    (tmp_path / "weights").write_bytes(private[:size].tobytes())
+    before = measure.own_bytes(CPU)
+    with open(tmp_path / "weights", "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        assert sum(mapped[:: mmap.PAGESIZE]) == size // mmap.PAGESIZE
+        assert abs(measure.own_bytes(CPU) - before - size) < slack
+
+
+def test_model_bytes_count_each_storage_of_the_device_once() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = torch.nn.Embedding(100, 8)
+            self.head = torch.nn.Linear(8, 100, bias=False)
+            self.head.weight = torch.nn.Parameter(self.embedding.weight[:50].detach())  # of the same storage
+            self.register_buffer("table", torch.zeros(30, dtype=torch.int64))
+            self.elsewhere = torch.nn.Parameter(torch.zeros(1000, device="meta"))
+
+    model = Model()
+    runner = types.SimpleNamespace(get_model=lambda: model)
+    worker = types.SimpleNamespace(device=CPU, model_runner=runner)
+    assert measure.model_bytes(worker) == 100 * 8 * 4 + 30 * 8
+
+
+def test_settling_gives_back_what_only_a_cycle_holds() -> None:
+    class Node:
+        pass
+
+    gc.disable()
+    try:
+        node = Node()
+        node.itself = node  # type: ignore[attr-defined]
+        died = weakref.ref(node)
+        del node
+        assert died() is not None
+        measure.settle(CPU)
+        assert died() is None
+    finally:
+        gc.enable()
