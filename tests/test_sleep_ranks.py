@@ -1,12 +1,14 @@
 """Sleep and wake-up of several ranks with real pools, around worker classes that stand in for vLLM's."""
 
 import gc
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pools import MIB, assert_filled, fill, make_pool
+from sleep_extension import Budget
 
 from allocator import PoolOutOfMemoryError, memory_info
 from allocator.shim import lib
@@ -261,13 +263,17 @@ def test_rank_without_a_cache_does_as_vllm_does(core: Core) -> None:
 def test_hundred_naps_leave_nothing_behind(core: Core) -> None:
     worker = core.model_executor.workers[0]
     worker.pool.shrink(8)
-    sizes = set()
+    others_bytes = Budget().memfd_bytes() - worker.pool.physical_bytes  # the other rank's
+    held = set()
     for _ in range(100):
         worker.ekv_save([1, 2])
         worker.sleep(1)
+        asleep = Budget().memfd_bytes()
         worker.wake_up()
-        sizes.add(worker.pool.physical_bytes)
-    assert len(sizes) == 1
+        files = len(os.listdir("/proc/self/fd"))
+        held.add((asleep, Budget().memfd_bytes(), worker.pool.physical_bytes, files))
+    assert len(held) == 1
+    assert held.pop()[0] == others_bytes
     assert_filled(worker.view, 1, 3)
 
 
