@@ -49,6 +49,19 @@ def test_demo_that_cannot_start_says_why_and_fails(engine_env: dict[str, str], t
     assert f"{tmp_path / 'engine.log'} says why" in done.stdout.replace("\n", "")
 
 
+@pytest.mark.vllm
+def test_demo_that_cannot_write_its_model_says_why_and_fails(
+    engine_env: dict[str, str], tmp_path: Path
+) -> None:
+    """A full disk, here a limit on the size of files: the reason is in the log of another process."""
+    command = ["prlimit", f"--fsize={1 << 20}", sys.executable, "-m", "vllm_integration.demo"]
+    command += ["--output", str(tmp_path)]
+    done = subprocess.run(command, env=engine_env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 1
+    assert f"{tmp_path / 'engine.log'} says why" in done.stdout.replace("\n", "")
+    assert "File too large" in done.stdout.replace("\n", "")
+
+
 def test_stage_records_pool_as_it_is_at_the_end() -> None:
     stages, pools, heard = Stages(), [], []
     with listen(lambda name, record: heard.append((name, record))), stages.stage("reserve", lambda: pools[0]):

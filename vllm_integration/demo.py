@@ -57,17 +57,17 @@ def main(model: str | None, shape: str | None, output: Path, **options: Any) -> 
     log = output / "engine.log"
     with tempfile.TemporaryDirectory(prefix="extensible-kv-") as folder, _output_to(log) as console:
         on_gpu = _on_gpu()
-        if model is None:
-            shape = shape or ("qwen3-0.6b" if on_gpu else "tiny")
-            console.print(f"making a model of shape {shape} ...")
-            model = str(Path(folder) / shape)
-            # In a process of its own: what it does on a device is no part of what the engine measures.
-            command = [sys.executable, "-m", "vllm_integration.tiny_model", model, shape]
-            subprocess.run(command, check=True)
         try:
+            if model is None:
+                shape = shape or ("qwen3-0.6b" if on_gpu else "tiny")
+                console.print(f"making a model of shape {shape} ...")
+                model = str(Path(folder) / shape)
+                # In a process of its own: what it does on a device is no part of what the engine measures.
+                command = [sys.executable, "-m", "vllm_integration.tiny_model", model, shape]
+                subprocess.run(command, check=True)
             result = run(console, model, on_gpu, **options)
         except BaseException:
-            console.print(f"the engine failed, and {log} says why; its last lines:")
+            console.print(f"that failed, and {log} says why; its last lines:")
             console.print(log.read_text(errors="replace")[-3000:], markup=False, highlight=False)
             raise
         if result is None:
