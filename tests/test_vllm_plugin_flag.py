@@ -170,6 +170,30 @@ def test_unknown_vllm_version_warns_once_and_keeps_the_normal_cache(
     assert "vLLM 0.99.0 is not one of the releases" in warnings[0]
 
 
+def test_hook_whose_signature_does_not_match_warns_once_and_keeps_the_normal_cache(
+    args_classes: tuple[Any, Any], tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_integration import fallback, hooks, patches, plugin
+    from vllm_integration.config import options_of
+
+    warnings: list[str] = []
+    monkeypatch.setattr(
+        fallback.logger.__class__, "__getattr__", lambda self, name: lambda *a: warnings.append(a[0] % a[1:])
+    )
+    changed = patches.Target(hooks.CORE, "EngineCore._initialize_kv_caches", ("another",), "as if it changed")
+    monkeypatch.setattr(hooks, "ALL_TARGETS", (*hooks.ALL_TARGETS, changed))
+    plugin.incompatibility.cache_clear()
+    try:
+        args = args_classes[0](model=str(tiny_model_path), max_model_len=256, enable_extensible_kv_cache=True)
+        config = args.create_engine_config()
+    finally:
+        plugin.incompatibility.cache_clear()
+    assert options_of(config) is None
+    assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+    (warning,) = warnings
+    assert "does not match: vllm.v1.engine.core" in warning and "_initialize_kv_caches" in warning
+
+
 def test_unregister_restores_vllm_and_register_is_idempotent(args_classes: tuple[Any, Any]) -> None:
     from vllm.engine import arg_utils
     from vllm.v1.engine import core
