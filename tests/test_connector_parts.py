@@ -372,8 +372,8 @@ def _nixl(**more: Any) -> Any:
         ({"cumem": True}, False),  # as vLLM's own cache then
         ({"transfer": lambda: _nixl(kv_buffer_device="cpu")}, False),
         ({"transfer": lambda: _nixl(kv_connector_extra_config={"backends": ["GDS"]})}, False),
-        ({"transfer": lambda: _transfer("MooncakeConnector")}, False),
-        ({"transfer": lambda: _transfer("OffloadingConnector")}, False),
+        ({"transfer": lambda: _transfer("MooncakeConnector", kv_buffer_device="cuda")}, False),
+        ({"transfer": lambda: _transfer("OffloadingConnector", kv_buffer_device="cuda")}, False),
         ({"transfer": lambda: None}, False),
     ],
 )
