@@ -12,7 +12,7 @@ import torch
 
 from allocator import extensible_kv_pool
 from allocator.sizing import SizingError
-from vllm_integration import final_size, measure, worker_state
+from vllm_integration import final_size, measure, own_context, worker_state
 from vllm_integration.config import Options
 
 pytestmark = pytest.mark.vllm
@@ -30,13 +30,18 @@ class Device:
     def __init__(self) -> None:
         self.in_use, self.kept, self.outside, self.pool = 0, 0, CONTEXT, None
         self.step_bytes = STEP
+        self.of_others, self.drift, self.nvml_tells = 0, 0, False
 
     def free_bytes(self, device: Any) -> int:
         pool = self.pool.physical_bytes if self.pool else 0
         return TOTAL - self.in_use - self.kept - self.outside - pool
 
     def own_bytes(self, device: Any) -> int:
-        return self.in_use + self.kept
+        return self.in_use + self.kept + self.drift
+
+    def process_bytes(self, worker: Any) -> int | None:
+        own = self.in_use + self.kept + self.outside - self.of_others + self.pool.physical_bytes
+        return own if self.nvml_tells else None
 
     def settle(self, device: Any) -> None:
         self.kept = 0
@@ -54,7 +59,7 @@ class Device:
 class Started:
     """A GPU worker's cache after its profile, before warm-up, of which 2 blocks are backed."""
 
-    def __init__(self, device: Device, share: float, explicit: int | None) -> None:
+    def __init__(self, device: Device, share: float, explicit: int | None, library: int) -> None:
         free = device.free_bytes(None)
         self.device, self.explicit = device, explicit
         self.worker = types.SimpleNamespace(
@@ -68,6 +73,7 @@ class Started:
         )
         self.cache = worker_state.WorkerCache(Options(margin_bytes=MARGIN), self.worker)
         device.in_use += WEIGHTS
+        device.outside += library
         self.cache.stock_bytes = explicit or STOCK
         self.cache.note_profile(self.worker)
         upper = self.cache.propose(self.worker)["upper_bytes"]
@@ -101,15 +107,18 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Started]:
     for name in ("free_bytes", "own_bytes", "settle"):
         monkeypatch.setattr(measure, name, getattr(device, name))
     monkeypatch.setattr(measure, "model_bytes", lambda worker: WEIGHTS)
+    monkeypatch.setattr(own_context, "process_bytes", device.process_bytes)
     monkeypatch.setattr(worker_state, "run_widest_step", device.run_widest_step)
     reservable, cpu = worker_state.reservable_bytes, torch.device("cpu")
     monkeypatch.setattr(
         worker_state, "reservable_bytes", lambda device, wanted, least: reservable(cpu, wanted, least)
     )
 
-    def started(share: float = 0.9, explicit: int | None = None, outside: int = CONTEXT) -> Started:
+    def started(
+        share: float = 0.9, explicit: int | None = None, outside: int = CONTEXT, library: int = 0
+    ) -> Started:
         device.outside = outside
-        return Started(device, share, explicit)
+        return Started(device, share, explicit, library)
 
     return started
 
@@ -169,13 +178,27 @@ def test_case_5_what_the_sampler_keeps_after_capture_counts(start: Callable[...,
 
 
 @pytest.mark.parametrize("freed", [7 * GIB, 20 * GIB])
+@pytest.mark.parametrize("nvml_tells", [False, True])
 def test_case_8_neighbour_that_frees_meanwhile_gives_nothing_away(
-    start: Callable[..., Started], freed: int
+    start: Callable[..., Started], freed: int, nvml_tells: bool
 ) -> None:
-    started = start(0.5, outside=CONTEXT + 20 * GIB)
+    started = start(0.5, outside=CONTEXT + 20 * GIB, library=304 * MIB)
+    started.device.of_others, started.device.nvml_tells = 20 * GIB - freed, nvml_tells
     started.device.capture(136 * MIB, 136 * MIB)
     started.device.outside -= freed
-    assert started.blocks() == expected(0.5, graphs=136 * MIB)
+    assert started.blocks() == expected(0.5, graphs=(304 + 136) * MIB)
+
+
+@pytest.mark.parametrize("nvml_tells", [False, True])
+def test_case_8_neighbour_that_comes_and_goes_is_not_taken_for_a_library(
+    start: Callable[..., Started], nvml_tells: bool
+) -> None:
+    """What was taken by the time of the profile may be anybody's: without NVML 2 GiB of it count."""
+    started = start(library=30 * GIB)
+    started.device.outside -= 30 * GIB
+    started.device.nvml_tells = nvml_tells
+    kept_free = 0 if nvml_tells else own_context.MOST_BYTES - CONTEXT
+    assert started.blocks() == expected(graphs=kept_free)
 
 
 def test_neighbour_that_takes_meanwhile_leaves_what_is_free_and_never_less_than_nothing(
@@ -192,6 +215,18 @@ def test_case_9_memory_that_pytorch_does_not_count_is_seen(start: Callable[..., 
     started = start()
     started.device.outside += GIB  # of a library, or mapped behind its back
     assert started.blocks() == expected(graphs=GIB)
+
+
+def test_case_9_memory_that_pytorch_counts_and_has_not_is_left_to_the_driver(
+    start: Callable[..., Started],
+) -> None:
+    """Where NVML does not tell, PyTorch's counters are the only account: the cache is smaller, not larger."""
+    started = start()
+    started.device.nvml_tells = True
+    started.device.drift = GIB
+    assert started.blocks() == expected()
+    started.device.nvml_tells = False
+    assert expected(graphs=GIB) == started.blocks() < expected()
 
 
 def test_case_10_explicit_size_starts_with_less_free_than_the_share(start: Callable[..., Started]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from vllm_integration import connectors, measure, worker_connectors
+from vllm_integration import connectors, measure, own_context, worker_connectors
 from vllm_integration.config import Options
 from vllm_integration.log import logger
 from vllm_integration.narrowing import check_one_handle_each
@@ -41,6 +41,7 @@ class WorkerCache:
         self.requested_bytes, self.initial_free_bytes = _budget(worker)
         self.explicit = False
         self.profile_free_bytes = 0
+        self.uncounted_bytes = self.context_bytes  # of this process, which PyTorch does not count
         self.measured: dict[str, Any] = {}
 
     def stage(self, name: str) -> AbstractContextManager[None]:
@@ -62,6 +63,10 @@ class WorkerCache:
             del worker.peak_activation_memory
         measure.settle(worker.device)
         self.profile_free_bytes = measure.free_bytes(worker.device)
+        if worker.device.type == "cuda":
+            taken = self.initial_free_bytes - self.profile_free_bytes
+            seen = min(taken - measure.own_bytes(worker.device), own_context.MOST_BYTES)
+            self.uncounted_bytes = max(self.context_bytes, seen)
 
     def propose(self, worker: Any) -> dict[str, Any]:
         """Return an upper bound of the final size; addresses are free, so it may be far above what fits."""
@@ -139,7 +144,7 @@ class WorkerCache:
                 run_widest_step(worker, pool.committed_blocks)
             free = measure.free_bytes(device)
         committed = pool.physical_bytes
-        budget, used = self._budget_now(device, free, committed)
+        budget, used = self._budget_now(worker, free, committed)
         self.measured = {
             "rank": self.rank,
             "explicit": self.explicit,
@@ -168,11 +173,18 @@ class WorkerCache:
         }
         return self.measured
 
-    def _budget_now(self, device: Any, free: int, committed: int) -> tuple[int, int]:
+    def _own_bytes(self, worker: Any, committed: int) -> int:
+        """Return what this process is known to hold beside the `committed` bytes of its pool."""
+        counted = own_context.process_bytes(worker) if worker.device.type == "cuda" else None
+        if counted is None:
+            return measure.own_bytes(worker.device) + self.uncounted_bytes
+        return counted - committed
+
+    def _budget_now(self, worker: Any, free: int, committed: int) -> tuple[int, int]:
         """Return the bytes that the cache may hold, 0 where nothing is left, and those in use without it."""
         from allocator.sizing import SizingError, kv_budget_bytes
 
-        own = measure.own_bytes(device) + self.context_bytes
+        device, own = worker.device, self._own_bytes(worker, committed)
         # vLLM sizes a CPU's cache by what this process holds, and a GPU's by what the device has lost.
         initial_free = free + committed if device.type == "cpu" else self.initial_free_bytes
         used = max(own, initial_free - free - committed)
