@@ -37,6 +37,7 @@ NOT_COMPILED = (
     "kv_cache_memory_bytes",
     "kv_transfer_config",
     "additional_config",
+    "worker_extension_cls",
 )
 ENGINE_ENV = {
     "HF_HUB_OFFLINE": "1",
@@ -89,7 +90,9 @@ def with_shared_compile_cache(llm: dict[str, Any], env: dict[str, str]) -> dict[
 
     vLLM would give each a cache of its own, 30 s of device time for the same code.
     """
-    factors = {name: value for name, value in env.items() if name != "VLLM_KV_CACHE_LAYOUT"}
+    factors = {
+        name: value for name, value in env.items() if name not in ("VLLM_KV_CACHE_LAYOUT", "EKV_NEIGHBOUR")
+    }
     compiled = {name: value for name, value in llm.items() if name not in NOT_COMPILED}
     key = hashlib.sha256(json.dumps([compiled, factors], sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"ekv-compiled-{key}"

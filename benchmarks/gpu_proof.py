@@ -32,6 +32,7 @@ from engines import (
     truth,
     used_note,
 )
+from neighbour_proof import neighbour_records
 from ranks_proof import tp_records
 from sizing_proof import sizing_records
 from sleep_proof import sleep_records
@@ -261,6 +262,11 @@ def sizing(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     yield from sizing_records(args)
 
 
+def neighbours(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Starts beside a process that takes and frees memory of the same GPU; 8 layers are enough."""
+    yield from neighbour_records(base(args), args.output / "engines.log", PROMPTS)
+
+
 def tp2(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Two ranks on two GPUs; not among the default parts."""
     yield from tp_records(base(args), args.output / "engines.log", PROMPTS, args.load_seconds)
@@ -318,6 +324,7 @@ PARTS = {
     "sleep": sleep,
     "sizing": sizing,
     "connectors": connectors,
+    "neighbours": neighbours,
     "tp2": tp2,
 }
 TWO_GPUS = ("tp2",)

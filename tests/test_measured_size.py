@@ -211,6 +211,20 @@ def test_neighbour_that_takes_meanwhile_leaves_what_is_free_and_never_less_than_
     assert started.blocks() == 0
 
 
+@pytest.mark.parametrize(("explicit", "kept_free"), [(None, MARGIN), (8 * GIB, 0)])
+def test_commit_that_comes_up_short_leaves_the_margin(
+    start: Callable[..., Started], explicit: int | None, kept_free: int
+) -> None:
+    """Between the reading and the commit a neighbour took all but 4 GiB, some of which is needed later."""
+    started = start(explicit=explicit)
+    started.blocks()
+    started.device.outside += started.device.free_bytes(None) - 4 * GIB
+    fits = started.cache.rollback(started.worker)["blocks"]
+    assert fits == (4 * GIB - kept_free) // BLOCK + 2
+    started.device.outside += 4 * GIB - 4 * MIB
+    assert started.cache.rollback(started.worker)["blocks"] == (0 if kept_free else 2)
+
+
 def test_case_9_memory_that_pytorch_does_not_count_is_seen(start: Callable[..., Started]) -> None:
     started = start()
     started.device.outside += GIB  # of a library, or mapped behind its back

@@ -222,13 +222,15 @@ class WorkerCache:
         }
 
     def rollback(self, worker: Any) -> dict[str, Any]:
-        """Give back everything behind the prefix; return how many blocks would fit now."""
+        """Give back everything behind the prefix; return how many blocks would fit now beside the margin."""
         if self.pool is None:
             return {"rank": self.rank, "blocks": None}
         if self.registered:
             self._back(self.prefix_blocks)
         self.pool.shrink(self.prefix_blocks)
         most = measure.free_bytes(worker.device) + self.pool.physical_bytes
+        if not self.explicit:
+            most = max(0, most - self.set_aside_bytes - self.options.margin_bytes)
         return {"rank": self.rank, "blocks": self.pool.max_blocks_within(most)}
 
     def _back(self, num_blocks: int) -> None:
