@@ -19,7 +19,9 @@ PAIR_CACHE_BYTES = 4 << 30
 # Also where transfers then go through host memory: that it works is to be shown, and what it costs.
 ACCEPTED = {"extensible_kv_cache": {"host_staged_transfers": True}}
 OFFLOADING = ("OffloadingConnector", "SimpleCPUOffloadConnector")
-PAIRS = ("flag", "stock", "default", "napping")
+# Of stock's. Single transfers take half a millisecond, and those of one run differ by five times.
+LEAST_RATE = 0.3
+PAIRS = ("flag", "stock", "default", "decoding", "napping")
 PAIR_ENV = {
     "VLLM_USE_V2_MODEL_RUNNER": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -123,15 +125,18 @@ def nixl_records(
     for name, devices in places.items():
         runs = {}
         flag = sized | {"additional_config": ACCEPTED}
-        configs = {"flag": flag, "stock": sized}
+        configs = {"flag": (flag, flag), "stock": (sized, sized)}
         if name == "one_gpu":
-            configs["default"] = sized | {"additional_config": FLAG}
+            default = sized | {"additional_config": FLAG}
+            configs["default"] = (default, default)
+            # The decoding engine reads: what it reads into needs no other process to map it.
+            configs["decoding"] = (sized, flag)
             # With its sleep mode vLLM sets UCX up in another way, so naps have a pair of their own.
-            configs["napping"] = configs["default"] | {"enable_sleep_mode": True}
-        for kind, config in configs.items():
+            configs["napping"] = (default | {"enable_sleep_mode": True},) * 2
+        for kind, llms in configs.items():
             if kind not in (only or PAIRS):
                 continue
-            runs[kind] = pair_run(config, log, PAIR_ENV, devices, nap=kind == "napping")
+            runs[kind] = pair_run(llms, log, PAIR_ENV, devices, nap=kind == "napping")
             error = runs[kind]["error"]
             yield truth(f"nixl_{name}_{kind}_starts", not error, str(error or "")[:500])
         ran = {kind: run for kind, run in runs.items() if not run["error"]}
@@ -139,15 +144,21 @@ def nixl_records(
             yield from pair_records(name, ran["flag"], ran["stock"], from_cache)
         if {"default", "stock"} <= set(ran):
             yield from default_records(name, ran["default"], ran["stock"])
+        if {"decoding", "stock"} <= set(ran):
+            yield from decoding_records(name, ran["decoding"], ran["stock"])
         if "napping" in ran:
             yield from nap_records(name, ran["napping"], from_cache)
 
 
 def pair_run(
-    llm: dict[str, Any], log: Path, env: dict[str, str], devices: tuple[str, str], nap: bool
+    llms: tuple[dict[str, Any], dict[str, Any]],
+    log: Path,
+    env: dict[str, str],
+    devices: tuple[str, str],
+    nap: bool,
 ) -> dict[str, Any]:
     """What one pair of engines hands over: `PROMPTS`, then `LARGE`, or `PROMPTS` again after both slept."""
-    pair = Pair(llm, log, env, devices)
+    pair = Pair(llms, log, env, devices)
     answers: dict[str, Any] = {"error": pair.error, "started": pair.started}
     try:
         if pair.error is None:
@@ -194,7 +205,7 @@ def pair_records(
     note = (
         "" if kinds == {"fabric"} else f"no limit: UCX maps such memory by fabric handles only, here {kinds}"
     )
-    limit = None if note else 0.9
+    limit = None if note else LEAST_RATE
     yield results.record(
         f"nixl_{name}_bandwidth_flag_vs_stock", ratio, "", limit=limit, better="higher", note=note
     )
@@ -212,13 +223,27 @@ def default_records(name: str, default: dict[str, Any], stock: dict[str, Any]) -
     (rate, note), (stock_rate, _) = _rate(default), _rate(stock)
     yield results.record(f"nixl_{name}_default_gb_per_s", rate, "GB/s", note=f"{kind}; {note}")
     ratio = rate / stock_rate if stock_rate else 0.0
-    # Single transfers take half a millisecond, and those of one run differ by four times.
     yield results.record(
-        f"nixl_{name}_bandwidth_default_vs_stock", ratio, "", limit=0.3, better="higher", note=kind
+        f"nixl_{name}_bandwidth_default_vs_stock", ratio, "", limit=LEAST_RATE, better="higher", note=kind
     )
     yield truth(
         f"nixl_{name}_default_engines_exit_cleanly", default["exits"] == [0, 0], str(default["exits"])
     )
+
+
+def decoding_records(name: str, mixed: dict[str, Any], stock: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What a stock engine that prefills and one with the flag that decodes hand over, and how fast."""
+    yield truth(
+        f"nixl_{name}_decoding_output_as_the_stock_pair",
+        mixed["small"]["outputs"] == stock["small"]["outputs"],
+    )
+    prefills, decodes = (one["snapshot"] is not None for one in mixed["started"])
+    yield truth(f"nixl_{name}_decoding_alone_has_the_extensible_cache", decodes and not prefills)
+    (rate, note), (stock_rate, _) = _rate(mixed), _rate(stock)
+    yield results.record(
+        f"nixl_{name}_decoding_gb_per_s", rate, "GB/s", note=f"stock {stock_rate:.3g}; {note}"
+    )
+    yield truth(f"nixl_{name}_decoding_engines_exit_cleanly", mixed["exits"] == [0, 0], str(mixed["exits"]))
 
 
 def _rate(run: dict[str, Any]) -> tuple[float, str]:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FIRST_PORT = 5600
 # A transfer that never ends would hold up the rest of a run: vLLM gives it up after 8 minutes.
 LIMIT_S = 180
-TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+ROLES = ("kv_producer", "kv_consumer")
 REMOTE_DECODE = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -86,18 +86,25 @@ class Engine:
 
 
 class Pair:
-    """A prefill engine and a decode engine, with the keywords `llm` of `vllm.LLM`."""
+    """A prefill engine and a decode engine, each with its keywords of `vllm.LLM`."""
 
-    def __init__(self, llm: dict[str, Any], log: Path, env: dict[str, str], devices: tuple[str, str]) -> None:
+    def __init__(
+        self,
+        llms: tuple[dict[str, Any], dict[str, Any]],
+        log: Path,
+        env: dict[str, str],
+        devices: tuple[str, str],
+    ) -> None:
         self.engines: list[Engine] = []
         self.started: list[dict[str, Any]] = []
-        for number, device in enumerate(devices):
+        for number, (llm, role, device) in enumerate(zip(llms, ROLES, devices, strict=True)):
+            transfer = {"kv_connector": "NixlConnector", "kv_role": role}
             own = {
                 "CUDA_VISIBLE_DEVICES": device,
                 "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
                 "VLLM_NIXL_SIDE_CHANNEL_PORT": str(FIRST_PORT + number),
             }
-            self.engines.append(Engine({**llm, "kv_transfer_config": TRANSFER}, {**env, **own}, log))
+            self.engines.append(Engine({**llm, "kv_transfer_config": transfer}, {**env, **own}, log))
             # On a device that they share, engines that size themselves by what is free start one by one.
             if len(set(devices)) == 1 and "kv_cache_memory_bytes" not in llm:
                 self.started.append(self.engines[-1].ready())

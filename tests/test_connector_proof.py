@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
-from connector_proof import connector_records, default_records, pair_records
+from connector_proof import connector_records, decoding_records, default_records, pair_records
 
 OUTPUTS = [{"tokens": [301, 302], "logprobs": [[[301, -0.5], [9, -1.5]], [[302, -0.25], [9, -2.5]]]}]
 POOL = {"reservations": [{"handle_kind": "fd+rdma"}], "chunks": [{}], "segments": [{}]}
@@ -56,3 +56,13 @@ def test_switch_alone_may_not_be_far_slower(rate: float, snapshot: Any, bad: boo
     assert failed(found) == ({"bandwidth_default_vs_stock"} if bad else set())
     kind = found["bandwidth_default_vs_stock"]["note"]
     assert kind == ("fd+rdma" if snapshot else "vLLM's normal cache")
+
+
+def test_decoding_engine_alone_has_the_extensible_cache() -> None:
+    mixed = run(120, POOL)
+    mixed["started"] = [{"error": None, "snapshot": None}, {"error": None, "snapshot": POOL}]
+    found = records(decoding_records("one_gpu", mixed, run(250, None)))
+    assert failed(found) == set()
+    assert found["decoding_gb_per_s"]["value"] == pytest.approx(120)
+    found = records(decoding_records("one_gpu", run(120, POOL), run(250, None)))
+    assert failed(found) == {"decoding_alone_has_the_extensible_cache"}

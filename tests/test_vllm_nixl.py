@@ -37,7 +37,7 @@ def test_decode_goes_on_with_what_another_engine_prefilled(
     from pair import Pair
 
     llm = {"model": str(tiny_model_path), **LLM, **FLAG}
-    pair = Pair(llm, tmp_path / "log.txt", engine_env | ENV, ("", ""))
+    pair = Pair((llm, llm), tmp_path / "log.txt", engine_env | ENV, ("", ""))
     try:
         assert pair.error is None, (tmp_path / "log.txt").read_text()[-6000:]
         decoded = pair.hand_over(PROMPTS, 8)
