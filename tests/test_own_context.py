@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from pools import make_pool
 
 from vllm_integration import measure, own_context
 
@@ -151,3 +153,17 @@ def test_context_is_what_was_taken_before_the_snapshot(
     assert own_context.bytes_before_snapshot(asked, before, own_context.free_by_device()) == counted
     assert own_context.bytes_before_snapshot(asked, {}, before) == 0
     assert own_context.bytes_before_snapshot(asked, before, {0: 1}) == 0
+
+
+@pytest.mark.gpu
+def test_driver_counts_what_a_pool_commits_and_gives_back() -> None:
+    torch.zeros(1, device="cuda")
+    asked = types.SimpleNamespace(device=torch.device("cuda:0"))
+    before = own_context.process_bytes(asked)
+    if before is None:
+        pytest.skip("NVML does not tell of this process")
+    pool, _view = make_pool("cuda", num_layers=8, num_blocks=1024, block_bytes=256 * 1024)  # 2 GiB
+    pool.commit(1024)
+    assert own_context.process_bytes(asked) - before == pytest.approx(pool.physical_bytes, abs=4 * MIB)
+    pool.shrink(0)
+    assert own_context.process_bytes(asked) == pytest.approx(before, abs=4 * MIB)

@@ -263,6 +263,7 @@ def test_rank_without_a_cache_does_as_vllm_does(core: Core) -> None:
 def test_hundred_naps_leave_nothing_behind(core: Core) -> None:
     worker = core.model_executor.workers[0]
     worker.pool.shrink(8)
+    gc.collect()  # pools of tests before
     others_bytes = Budget().memfd_bytes() - worker.pool.physical_bytes  # the other rank's
     held = set()
     for _ in range(100):
