@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from vllm_integration import connectors, measure, own_context, worker_connectors
+from vllm_integration import connectors, measure, worker_connectors
+from vllm_integration.budget import budget_now, requested_and_free, uncounted_bytes
 from vllm_integration.config import Options
 from vllm_integration.log import logger
 from vllm_integration.narrowing import check_one_handle_each
@@ -38,7 +39,7 @@ class WorkerCache:
         self.stages = Stages()
         self.rank = worker.rank
         self.context_bytes = worker._ekv_context_bytes
-        self.requested_bytes, self.initial_free_bytes = _budget(worker)
+        self.requested_bytes, self.initial_free_bytes = requested_and_free(worker)
         self.explicit = False
         self.profile_free_bytes = 0
         self.uncounted_bytes = self.context_bytes  # of this process, which PyTorch does not count
@@ -63,10 +64,7 @@ class WorkerCache:
             del worker.peak_activation_memory
         measure.settle(worker.device)
         self.profile_free_bytes = measure.free_bytes(worker.device)
-        if worker.device.type == "cuda":
-            taken = self.initial_free_bytes - self.profile_free_bytes
-            seen = min(taken - measure.own_bytes(worker.device), own_context.MOST_BYTES)
-            self.uncounted_bytes = max(self.context_bytes, seen)
+        self.uncounted_bytes = uncounted_bytes(self, worker)
 
     def propose(self, worker: Any) -> dict[str, Any]:
         """Return an upper bound of the final size; addresses are free, so it may be far above what fits."""
@@ -144,7 +142,7 @@ class WorkerCache:
                 run_widest_step(worker, pool.committed_blocks)
             free = measure.free_bytes(device)
         committed = pool.physical_bytes
-        budget, used = self._budget_now(worker, free, committed)
+        budget, used = budget_now(self, worker, free, committed)
         self.measured = {
             "rank": self.rank,
             "explicit": self.explicit,
@@ -172,36 +170,6 @@ class WorkerCache:
             "weights_bytes": measure.model_bytes(worker),
         }
         return self.measured
-
-    def _own_bytes(self, worker: Any, committed: int) -> int:
-        """Return what this process is known to hold beside the `committed` bytes of its pool."""
-        counted = own_context.process_bytes(worker) if worker.device.type == "cuda" else None
-        if counted is None:
-            return measure.own_bytes(worker.device) + self.uncounted_bytes
-        return counted - committed
-
-    def _budget_now(self, worker: Any, free: int, committed: int) -> tuple[int, int]:
-        """Return the bytes that the cache may hold, 0 where nothing is left, and those in use without it."""
-        from allocator.sizing import SizingError, kv_budget_bytes
-
-        device, own = worker.device, self._own_bytes(worker, committed)
-        # vLLM sizes a CPU's cache by what this process holds, and a GPU's by what the device has lost.
-        initial_free = free + committed if device.type == "cpu" else self.initial_free_bytes
-        used = max(own, initial_free - free - committed)
-        try:
-            budget = kv_budget_bytes(
-                self.requested_bytes,
-                initial_free,
-                free,
-                committed,
-                self.set_aside_bytes,
-                self.options.margin_bytes,
-                # A neighbour that freed memory meanwhile makes this process look smaller than it is.
-                known_held_bytes=own,
-            )
-        except SizingError:
-            budget = 0
-        return budget, used
 
     def commit(self, worker: Any, num_blocks: int) -> dict[str, Any]:
         """Back `num_blocks`; on failure nothing is changed and the answer names rank, call and code."""
@@ -295,10 +263,3 @@ class WorkerCache:
         except EkvError as error:
             # A device that has failed refuses this too, and what it failed with is what should be seen.
             logger.debug("Extensible KV cache: rank %d could not give its memory back: %s", self.rank, error)
-
-
-def _budget(worker: Any) -> tuple[int, int]:
-    if worker.device.type == "cpu":
-        return int(worker.requested_cpu_memory), measure.free_bytes(worker.device)
-    # vLLM's snapshot comes after the context, which is part of what the process holds all the same.
-    return int(worker.requested_memory), int(worker.init_snapshot.free_memory) + worker._ekv_context_bytes
