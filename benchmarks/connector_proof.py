@@ -19,8 +19,6 @@ PAIR_CACHE_BYTES = 4 << 30
 # Also where transfers then go through host memory: that it works is to be shown, and what it costs.
 ACCEPTED = {"extensible_kv_cache": {"host_staged_transfers": True}}
 OFFLOADING = ("OffloadingConnector", "SimpleCPUOffloadConnector")
-# Of stock's. Single transfers take half a millisecond, and those of one run differ by five times.
-LEAST_RATE = 0.3
 PAIRS = ("flag", "stock", "default", "decoding", "napping")
 PAIR_ENV = {
     "VLLM_USE_V2_MODEL_RUNNER": "1",
@@ -205,7 +203,7 @@ def pair_records(
     note = (
         "" if kinds == {"fabric"} else f"no limit: UCX maps such memory by fabric handles only, here {kinds}"
     )
-    limit = None if note else LEAST_RATE
+    limit = None if note else 0.9
     yield results.record(
         f"nixl_{name}_bandwidth_flag_vs_stock", ratio, "", limit=limit, better="higher", note=note
     )
@@ -223,8 +221,9 @@ def default_records(name: str, default: dict[str, Any], stock: dict[str, Any]) -
     (rate, note), (stock_rate, _) = _rate(default), _rate(stock)
     yield results.record(f"nixl_{name}_default_gb_per_s", rate, "GB/s", note=f"{kind}; {note}")
     ratio = rate / stock_rate if stock_rate else 0.0
+    # Single transfers take half a millisecond, and those of one run differ by five times.
     yield results.record(
-        f"nixl_{name}_bandwidth_default_vs_stock", ratio, "", limit=LEAST_RATE, better="higher", note=kind
+        f"nixl_{name}_bandwidth_default_vs_stock", ratio, "", limit=0.3, better="higher", note=kind
     )
     yield truth(
         f"nixl_{name}_default_engines_exit_cleanly", default["exits"] == [0, 0], str(default["exits"])

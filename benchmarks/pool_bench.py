@@ -6,7 +6,7 @@
 Commits are timed in processes of their own (`commit_samples`), because a server commits once in its life;
 `torch.zeros` and one chunk per granule are timed the same way. To give memory back, rest and commit again, or
 call `torch.zeros` again, was seen to cost a process more: the records with `again` in their names say how
-much, against `torch.zeros` under the same limit.
+much, under the same limits.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def commit_records(samples: Samples, gib: float, device: str) -> list[dict]:
     alone = f"{gib:g} GiB, {NUM_SEGMENTS} segments, each sample a process of its own on a rested device"
     repeated = f"{gib:g} GiB again in the same processes, which gave them back and rested"
 
-    def ratio(name: str, sides: dict[str, list[float]], note: str, limit: float | None, better: str) -> dict:
+    def ratio(name: str, sides: dict[str, list[float]], note: str, limit: float, better: str) -> dict:
         over, under = sides.values()
         pairs = [a / b for a, b in zip(over, under, strict=False)]
         return results.record(
@@ -65,15 +65,13 @@ def commit_records(samples: Samples, gib: float, device: str) -> list[dict]:
             note=f"{note}: {', '.join(f'{side} {_ms(times)}' for side, times in sides.items())} ms",
         )
 
-    def compared(
-        name: str, times: dict[str, list[float]], note: str, granule_limit: float | None
-    ) -> list[dict]:
-        """Against stock the limit is the same, whether a process has held the memory before or not."""
+    def compared(name: str, times: dict[str, list[float]], note: str) -> list[dict]:
+        """The same two limits, whether a process has held the memory before or not."""
         stock = {"pool": times["default"], "stock": times["stock"]}
         granules = {"one chunk per 2 MiB granule": times["granule"], "default chunks": times["default"]}
         return [
             ratio(f"{name}{gib:g}gib_vs_cudamalloc", stock, note, 1.1, "lower"),
-            ratio(f"{name}granule_chunks_over_default", granules, note, granule_limit, "higher"),
+            ratio(f"{name}granule_chunks_over_default", granules, note, 50, "higher"),
         ]
 
     return [
@@ -87,12 +85,11 @@ def commit_records(samples: Samples, gib: float, device: str) -> list[dict]:
             for name in chunks
             if "shrink" in samples[name]
         ),
-        *compared("commit_zero_", first, alone, 50),
+        *compared("commit_zero_", first, alone),
         results.from_samples("torch_zeros_again", again["stock"], "ms", note=repeated),
         results.from_samples("commit_zero_again_chunk_default", again["default"], "ms", note=repeated),
         results.from_samples("commit_zero_again_chunk_granule", again["granule"], "ms", note=repeated),
-        # Pages that come back have their price whatever the chunks, as `torch.zeros` shows.
-        *compared("commit_zero_again_", again, repeated, None),
+        *compared("commit_zero_again_", again, repeated),
     ]
 
 

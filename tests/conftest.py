@@ -61,6 +61,18 @@ def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
+@pytest.fixture
+def vllm_config(tiny_model_path: Path) -> Any:
+    """Return the configuration of an engine of the small model on this machine."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(
+        model=str(tiny_model_path), max_model_len=512, dtype="float32", enforce_eager=True
+    ).create_engine_config()
+    config.cache_config.kv_cache_layout = "LBHNC"
+    return config
+
+
 @pytest.fixture(scope="session")
 def engine_env() -> dict[str, str]:
     """Environment for a process with an engine: loopback only, no hub, no usage statistics."""

@@ -4,7 +4,6 @@ import gc
 import math
 import types
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,17 +12,6 @@ from pools import MIB
 from allocator.sizing import SizingError
 
 pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture
-def vllm_config(tiny_model_path: Path) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-
-    config = EngineArgs(
-        model=str(tiny_model_path), max_model_len=512, dtype="float32", enforce_eager=True
-    ).create_engine_config()
-    config.cache_config.kv_cache_layout = "LBHNC"
-    return config
 
 
 class Ranks:

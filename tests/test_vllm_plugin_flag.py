@@ -2,6 +2,7 @@
 
 import argparse
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -145,11 +146,33 @@ def test_switched_off_is_off(args_classes: tuple[Any, Any], tiny_model_path: Pat
     assert args.create_engine_config().parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
 
 
-def test_unknown_vllm_version_warns_once_and_keeps_the_normal_cache(
-    args_classes: tuple[Any, Any], tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _unknown_version(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm.version
 
+    monkeypatch.setattr(vllm.version, "__version__", "0.99.0")
+
+
+def _changed_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_integration import hooks, patches
+
+    changed = patches.Target(hooks.CORE, "EngineCore._initialize_kv_caches", ("another",), "as if it changed")
+    monkeypatch.setattr(hooks, "ALL_TARGETS", (*hooks.ALL_TARGETS, changed))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (_unknown_version, ["vLLM 0.99.0 is not one of the releases"]),
+        (_changed_hook, ["does not match: vllm.v1.engine.core", "_initialize_kv_caches"]),
+    ],
+)
+def test_vllm_that_does_not_match_warns_once_and_keeps_the_normal_cache(
+    args_classes: tuple[Any, Any],
+    tiny_model_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[pytest.MonkeyPatch], None],
+    named: list[str],
+) -> None:
     from vllm_integration import fallback, plugin
     from vllm_integration.config import options_of
 
@@ -157,31 +180,7 @@ def test_unknown_vllm_version_warns_once_and_keeps_the_normal_cache(
     monkeypatch.setattr(
         fallback.logger.__class__, "__getattr__", lambda self, name: lambda *a: warnings.append(a[0] % a[1:])
     )
-    monkeypatch.setattr(vllm.version, "__version__", "0.99.0")
-    plugin.incompatibility.cache_clear()
-    try:
-        args = args_classes[0](model=str(tiny_model_path), max_model_len=256, enable_extensible_kv_cache=True)
-        config = args.create_engine_config()
-    finally:
-        plugin.incompatibility.cache_clear()
-    assert options_of(config) is None
-    assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
-    assert len(warnings) == 1
-    assert "vLLM 0.99.0 is not one of the releases" in warnings[0]
-
-
-def test_hook_whose_signature_does_not_match_warns_once_and_keeps_the_normal_cache(
-    args_classes: tuple[Any, Any], tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm_integration import fallback, hooks, patches, plugin
-    from vllm_integration.config import options_of
-
-    warnings: list[str] = []
-    monkeypatch.setattr(
-        fallback.logger.__class__, "__getattr__", lambda self, name: lambda *a: warnings.append(a[0] % a[1:])
-    )
-    changed = patches.Target(hooks.CORE, "EngineCore._initialize_kv_caches", ("another",), "as if it changed")
-    monkeypatch.setattr(hooks, "ALL_TARGETS", (*hooks.ALL_TARGETS, changed))
+    change(monkeypatch)
     plugin.incompatibility.cache_clear()
     try:
         args = args_classes[0](model=str(tiny_model_path), max_model_len=256, enable_extensible_kv_cache=True)
@@ -191,7 +190,7 @@ def test_hook_whose_signature_does_not_match_warns_once_and_keeps_the_normal_cac
     assert options_of(config) is None
     assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
     (warning,) = warnings
-    assert "does not match: vllm.v1.engine.core" in warning and "_initialize_kv_caches" in warning
+    assert all(text in warning for text in named)
 
 
 def test_unregister_restores_vllm_and_register_is_idempotent(args_classes: tuple[Any, Any]) -> None:

@@ -2,7 +2,6 @@
 
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,17 +9,6 @@ import pytest
 from vllm_integration.config import Options
 
 pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture
-def vllm_config(tiny_model_path: Path) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-
-    config = EngineArgs(
-        model=str(tiny_model_path), max_model_len=512, dtype="float32", enforce_eager=True
-    ).create_engine_config()
-    config.cache_config.kv_cache_layout = "LBHNC"
-    return config
 
 
 def _elastic(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,17 +80,6 @@ def test_ranks_of_several_engines_agree_on_one_reason_and_the_least(
             process.wait()
 
 
-@pytest.fixture
-def vllm_config(tiny_model_path: Path) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-
-    config = EngineArgs(
-        model=str(tiny_model_path), max_model_len=512, dtype="float32", enforce_eager=True
-    ).create_engine_config()
-    config.cache_config.kv_cache_layout = "LBHNC"
-    return config
-
-
 def layout_reason(vllm_config: Any, spec: Any, connector: str | None, change: Any = None) -> str | None:
     from vllm.config import KVTransferConfig
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
