@@ -34,6 +34,7 @@ from engines import (
 )
 from neighbour_proof import neighbour_records
 from ranks_proof import tp_records
+from serve_proof import serve_records
 from sizing_proof import sizing_records
 from sleep_proof import sleep_records
 
@@ -267,6 +268,11 @@ def neighbours(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     yield from neighbour_records(base(args), args.output / "engines.log", PROMPTS)
 
 
+def serve(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """`vllm serve` over HTTP with the flag and without; 8 layers are enough."""
+    yield from serve_records(base(args), args.output / "engines.log", PROMPTS)
+
+
 def tp2(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Two ranks on two GPUs; not among the default parts."""
     yield from tp_records(base(args), args.output / "engines.log", PROMPTS, args.load_seconds)
@@ -325,6 +331,7 @@ PARTS = {
     "sizing": sizing,
     "connectors": connectors,
     "neighbours": neighbours,
+    "serve": serve,
     "tp2": tp2,
 }
 TWO_GPUS = ("tp2",)

@@ -22,6 +22,8 @@ NEIGHBOURS: dict[str, tuple[int, dict[str, int], bool]] = {
     "takes": (0, {"reserve": 5}, False),  # before warm-up, and keeps it
     "takes_all": (0, {"measure": 30}, True),  # between the last reading and the commit
 }
+# Beside so many GiB an explicit size still fits, and the utilization does not.
+EXPLICIT_BESIDE, EXPLICIT_BYTES = 100, 8 << 30
 
 
 def neighbour_records(base: dict[str, Any], log: Path, prompts: list[list[int]]) -> Iterator[dict[str, Any]]:
@@ -49,6 +51,42 @@ def neighbour_records(base: dict[str, Any], log: Path, prompts: list[list[int]])
         yield truth(f"neighbour_{name}_starts", not run["error"], str(run["error"] or told)[:500])
         if not run["error"]:
             yield from _records(name, run, alone, told, [*after], short)
+    yield from explicit_records(llm, steps[:1] + steps[2:], log, alone)
+
+
+def explicit_records(
+    llm: dict[str, Any], steps: list[dict[str, Any]], log: Path, alone: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Ask for so many bytes where a neighbour leaves less than the utilization: vLLM refuses to start."""
+    for name, on in (("stock", False), ("flag", True)):
+        with tempfile.TemporaryDirectory() as folder:
+            job = {"first": EXPLICIT_BESIDE * GIB, "after": {}, "events": str(Path(folder) / "events")}
+            beside = llm | {"worker_extension_cls": EXTENSION, "kv_cache_memory_bytes": EXPLICIT_BYTES}
+            asked = steps if on else steps[:1]
+            run = run_engine(beside, asked, {"EKV_NEIGHBOUR": json.dumps(job)}, on, log)
+        limit = True if on else None
+        yield truth(
+            f"neighbour_explicit_{name}_starts", not run["error"], str(run["error"] or "")[:500], limit
+        )
+    if run["error"]:
+        return
+    outputs, (report,), figures = run["results"]
+    same = [one["tokens"] for one in outputs] == [one["tokens"] for one in alone["results"][0]]
+    yield truth("neighbour_explicit_tokens_as_alone", same)
+    yield truth(
+        "neighbour_explicit_blocks_are_committed", figures["num_gpu_blocks"] == report["committed_blocks"]
+    )
+    pool = report["snapshot"]
+    # One block more would need less than a granule more of every segment, and its own bytes.
+    slack = pool["bytes_per_block"] + len(pool["segments"]) * pool["granularity"]
+    yield results.record(
+        "neighbour_explicit_bytes_not_used",
+        EXPLICIT_BYTES - pool["physical_bytes"],
+        "bytes",
+        limit=slack,
+        note=f"{figures['num_gpu_blocks']} blocks in {pool['physical_bytes']} of {EXPLICIT_BYTES} bytes",
+    )
+    yield truth("neighbour_explicit_is_not_exceeded", pool["physical_bytes"] <= EXPLICIT_BYTES)
 
 
 def _records(

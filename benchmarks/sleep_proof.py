@@ -14,7 +14,7 @@ ALLOWED_GIB = 0.25
 
 
 def sleep_records(base: dict[str, Any], log: Path, prompts: list[list[int]]) -> Iterator[dict[str, Any]]:
-    """Run four engines one after another; every record has a limit that must hold."""
+    """Run six engines one after another; every record has a limit that must hold."""
     generate = {"do": "generate", "prompts": prompts, "max_tokens": 64}
     nap, wake = {"do": "sleep", "level": 1}, {"do": "wake_up"}
     reload = [
@@ -31,6 +31,8 @@ def sleep_records(base: dict[str, Any], log: Path, prompts: list[list[int]]) -> 
         "flag": run_engine(both, steps, {}, True, log),
         # Without vLLM's sleep mode the weights stay, so that level 2 needs no other ones.
         "alone": run_engine({**both, "enable_sleep_mode": False}, alone, {}, True, log),
+        "fp8_stock": run_engine({**both, "kv_cache_dtype": "fp8"}, steps, {}, False, log),
+        "fp8_flag": run_engine({**both, "kv_cache_dtype": "fp8"}, steps, {}, True, log),
     }
     for name, run in runs.items():
         yield truth(f"sleep_{name}_ran_all_steps", not run["error"], str(run["error"] or "")[:500])
@@ -39,8 +41,11 @@ def sleep_records(base: dict[str, Any], log: Path, prompts: list[list[int]]) -> 
         which = [output == outputs[0] for output in outputs[1:]]
         same, note = all(which) and bool(which), f"after each nap: {which}"
         yield truth(f"sleep_{name}_output_identical_after_each_nap", same, note)
-    first = [run["results"][:1] for run in (runs["flag"], runs["stock"])]
-    yield truth("sleep_flag_output_as_stock", bool(first[0]) and first[0] == first[1])
+    first = {name: run["results"][:1] for name, run in runs.items()}
+    for name in ("", "fp8_"):
+        flag, stock = first[f"{name}flag"], first[f"{name}stock"]
+        yield truth(f"sleep_{name}flag_output_as_stock", bool(flag) and flag == stock)
+    yield truth("sleep_fp8_output_is_another", first["fp8_flag"] != first["flag"])
     yield from _memory(runs)
     yield from _hits(both, log, prompts)
 

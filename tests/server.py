@@ -24,7 +24,10 @@ class Server:
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model)]
+        script = Path(sys.executable).with_name("vllm")
+        # Without the script where vLLM is only on the import path.
+        vllm = [str(script)] if script.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+        command = [*vllm, "serve", str(model)]
         command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(self.port), *flags]
         with log.open("w") as output:
             self.process = subprocess.Popen(

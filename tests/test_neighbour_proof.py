@@ -74,6 +74,39 @@ def test_other_output_or_a_load_that_fails_are_failures() -> None:
     assert failed(broken, told("warm-up"), ["warm-up"], False) == {"survives_load"}
 
 
+def explicit(committed: int, physical: int, tokens: list[int]) -> set[str]:
+    """Names of failed records, where vLLM refused to start and an engine with the flag committed so much."""
+    pool = {
+        "bytes_per_block": 1 << 20,
+        "granularity": 2 << 20,
+        "segments": [{}] * 4,
+        "physical_bytes": physical,
+    }
+    report = {"committed_blocks": committed, "snapshot": pool}
+    flag = {"error": None, "results": [[{"tokens": tokens}], [report], {"num_gpu_blocks": 900}]}
+    runs = iter([{"error": {"type": "ValueError", "text": "less than desired"}}, flag])
+    asked = []
+
+    def run_engine(llm: dict[str, Any], steps: list[Any], *others: Any) -> dict[str, Any]:
+        asked.append((llm["kv_cache_memory_bytes"], len(steps)))
+        return next(runs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(neighbour_proof, "run_engine", run_engine)
+        made = [*neighbour_proof.explicit_records({}, [{}, {}, {}], Path("log"), {"results": [TOKENS]})]
+    assert asked == [(8 << 30, 1), (8 << 30, 3)] and len(made) == 6
+    assert made[0]["passed"] is None
+    return {r["name"].removeprefix("neighbour_explicit_") for r in made if r["passed"] is False}
+
+
+def test_explicit_size_is_filled_to_the_granule_and_not_exceeded() -> None:
+    slack = (1 << 20) + 4 * (2 << 20)
+    assert explicit(900, (8 << 30) - slack, [301, 302]) == set()
+    assert explicit(900, (8 << 30) - slack - 1, [301, 302]) == {"bytes_not_used"}
+    assert explicit(900, (8 << 30) + 1, [301, 302]) == {"is_not_exceeded"}
+    assert explicit(899, 8 << 30, [301, 303]) == {"tokens_as_alone", "blocks_are_committed"}
+
+
 TORCH = """
 import pynvml
 class cuda:
