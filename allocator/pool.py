@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -181,11 +182,11 @@ class PoolController:
             member.layout = layout
             member.views.append(spec)
 
-    def commit(self, num_blocks: int, defragment: bool = False) -> None:
+    def commit(self, num_blocks: int, defragment: bool = False, may_empty_cache: bool = True) -> None:
         """Back blocks `0..num_blocks` of every segment; new blocks read as zero when it returns.
 
         Fewer blocks than committed change nothing. When the device is short of memory, PyTorch's cache is
-        emptied and the commit tried once more.
+        emptied and the commit tried once more, if it may be.
 
         Parameters
         ----------
@@ -195,6 +196,8 @@ class PoolController:
             Back each segment with one single chunk, also when no more blocks than committed are asked for.
             The content of all blocks is lost: they read as zero. Needs room for the new chunks beside the old
             ones; where there is none, `release_physical`, `recommit` and `max_chunk_bytes=0` do the same.
+        may_empty_cache : bool
+            False leaves to PyTorch what it caches, for one that knows that it will be needed again.
 
         Raises
         ------
@@ -211,7 +214,8 @@ class PoolController:
             self._check_bound("commit", num_blocks)
             if defragment:
                 refuse_while_capturing("defragment", self.device)
-            self._grow(lambda: self._asked_for("commit", num_blocks), lib.ekv_commit, num_blocks, flags)
+            what = partial(self._asked_for, "commit", num_blocks)
+            self._grow(what, lib.ekv_commit, num_blocks, flags, may_empty_cache=may_empty_cache)
 
     def shrink(self, num_blocks: int) -> None:
         """Give back the chunks that hold nothing of blocks `0..num_blocks`, which keep their content.
@@ -368,9 +372,11 @@ class PoolController:
         wanted, held = self.bytes_for(num_blocks), self.physical_bytes
         return f"{operation} of {num_blocks} blocks, {wanted} bytes of which {held} are held,"
 
-    def _grow(self, what: Callable[[], str], call: Callable[..., int], *arguments: int) -> None:
+    def _grow(
+        self, what: Callable[[], str], call: Callable[..., int], *arguments: int, may_empty_cache: bool = True
+    ) -> None:
         start = time.perf_counter()
-        call_with_room(lambda: self._for_all(call, *arguments), self.device, what)
+        call_with_room(lambda: self._for_all(call, *arguments), self.device, what, may_empty_cache)
         self.last_commit_seconds = time.perf_counter() - start
 
     def _for_all(self, call: Callable[..., int], *arguments: int) -> int:

@@ -128,20 +128,23 @@ def empty_cache(device: torch.device) -> None:
             lib.ekv_empty_cache()
 
 
-def call_with_room(call: Callable[[], int], device: torch.device, what: Callable[[], str]) -> None:
+def call_with_room(
+    call: Callable[[], int], device: torch.device, what: Callable[[], str], may_empty_cache: bool = True
+) -> None:
     """Check the shim call `call`; when it is short of memory, empty PyTorch's cache and try once more.
 
-    The error of the second try says `what()` was asked for and how much is free.
+    The last error says `what()` was asked for and how much is free. `may_empty_cache=False`: only one try.
     """
+    if may_empty_cache:
+        try:
+            return check(call())
+        except errors.PoolOutOfMemoryError:
+            empty_cache(device)
     try:
         check(call())
-    except errors.PoolOutOfMemoryError:
-        empty_cache(device)
-        try:
-            check(call())
-        except errors.PoolOutOfMemoryError as error:
-            error.args = (f"{what()} on {device}{_room(device)}: {error}",)
-            raise
+    except errors.PoolOutOfMemoryError as error:
+        error.args = (f"{what()} on {device}{_room(device)}: {error}",)
+        raise
 
 
 def _room(device: torch.device) -> str:

@@ -123,7 +123,7 @@ def nixl_records(
     for name, devices in places.items():
         runs = {}
         flag = sized | {"additional_config": ACCEPTED}
-        configs = {"flag": (flag, flag), "stock": (sized, sized)}
+        configs = {"stock": (sized, sized), "flag": (flag, flag)}
         if name == "one_gpu":
             default = sized | {"additional_config": FLAG}
             configs["default"] = (default, default)
@@ -134,18 +134,16 @@ def nixl_records(
         for kind, llms in configs.items():
             if kind not in (only or PAIRS):
                 continue
-            runs[kind] = pair_run(llms, log, PAIR_ENV, devices, nap=kind == "napping")
-            error = runs[kind]["error"]
+            run = pair_run(llms, log, PAIR_ENV, devices, nap=kind == "napping")
+            error = run["error"]
             yield truth(f"nixl_{name}_{kind}_starts", not error, str(error or "")[:500])
-        ran = {kind: run for kind, run in runs.items() if not run["error"]}
-        if {"flag", "stock"} <= set(ran):
-            yield from pair_records(name, ran["flag"], ran["stock"], from_cache)
-        if {"default", "stock"} <= set(ran):
-            yield from default_records(name, ran["default"], ran["stock"])
-        if {"decoding", "stock"} <= set(ran):
-            yield from decoding_records(name, ran["decoding"], ran["stock"])
-        if "napping" in ran:
-            yield from nap_records(name, ran["napping"], from_cache)
+            if error:
+                continue
+            runs[kind] = run
+            if kind == "napping":
+                yield from nap_records(name, run, from_cache)
+            elif kind != "stock" and "stock" in runs:
+                yield from COMPARED[kind](name, run, runs["stock"], from_cache)
 
 
 def pair_run(
@@ -210,12 +208,16 @@ def pair_records(
     yield truth(f"nixl_{name}_engines_exit_cleanly", flag["exits"] == [0, 0], str(flag["exits"]))
 
 
-def default_records(name: str, default: dict[str, Any], stock: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def default_records(
+    name: str, default: dict[str, Any], stock: dict[str, Any], from_cache: list[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
     """What the switch alone is held to: nothing is slower, with vLLM's normal cache where need be."""
     yield truth(
         f"nixl_{name}_default_output_as_the_stock_pair",
         default["small"]["outputs"] == stock["small"]["outputs"],
     )
+    tokens = _tokens(default["small"]["outputs"])
+    yield truth(f"nixl_{name}_default_tokens_as_one_engine_without", tokens == _tokens(from_cache))
     snapshot = default["started"][0]["snapshot"]
     kind = snapshot["reservations"][0]["handle_kind"] if snapshot else "vLLM's normal cache"
     (rate, note), (stock_rate, _) = _rate(default), _rate(stock)
@@ -230,12 +232,16 @@ def default_records(name: str, default: dict[str, Any], stock: dict[str, Any]) -
     )
 
 
-def decoding_records(name: str, mixed: dict[str, Any], stock: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def decoding_records(
+    name: str, mixed: dict[str, Any], stock: dict[str, Any], from_cache: list[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
     """What a stock engine that prefills and one with the flag that decodes hand over, and how fast."""
     yield truth(
         f"nixl_{name}_decoding_output_as_the_stock_pair",
         mixed["small"]["outputs"] == stock["small"]["outputs"],
     )
+    tokens = _tokens(mixed["small"]["outputs"])
+    yield truth(f"nixl_{name}_decoding_tokens_as_one_engine_without", tokens == _tokens(from_cache))
     prefills, decodes = (one["snapshot"] is not None for one in mixed["started"])
     yield truth(f"nixl_{name}_decoding_alone_has_the_extensible_cache", decodes and not prefills)
     (rate, note), (stock_rate, _) = _rate(mixed), _rate(stock)
@@ -243,6 +249,9 @@ def decoding_records(name: str, mixed: dict[str, Any], stock: dict[str, Any]) ->
         f"nixl_{name}_decoding_gb_per_s", rate, "GB/s", note=f"stock {stock_rate:.3g}; {note}"
     )
     yield truth(f"nixl_{name}_decoding_engines_exit_cleanly", mixed["exits"] == [0, 0], str(mixed["exits"]))
+
+
+COMPARED = {"flag": pair_records, "default": default_records, "decoding": decoding_records}
 
 
 def _rate(run: dict[str, Any]) -> tuple[float, str]:

@@ -54,7 +54,7 @@ def main() -> int:
     parser.add_argument("--parts", default=",".join(part for part in PARTS if part not in TWO_GPUS))
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--layers", type=int, default=28, help="of the model, which has Qwen3-0.6B's shape")
-    parser.add_argument("--configurations", help="of identity, sizing and connectors; default all")
+    parser.add_argument("--configurations", help="of identity, sizing, connectors and neighbours")
     parser.add_argument("--repeats", type=int, default=3, help="starts of each kind in the part startup")
     parser.add_argument("--load-seconds", type=float, default=60, help="of each load in sizing and tp2")
     parser.add_argument("--warm-starts", type=int, default=1, help="starts of each kind before those")
@@ -77,7 +77,7 @@ def run_part(part: str, args: argparse.Namespace) -> list[str]:
         command += f" --load-seconds {args.load_seconds:g}"
     if part == "startup":
         command += f" --repeats {args.repeats} --warm-starts {args.warm_starts}"
-    if part in ("identity", "sizing", "connectors") and args.configurations:
+    if part in ("identity", "sizing", "connectors", "neighbours") and args.configurations:
         command += f" --configurations {args.configurations}"
     records: list[dict[str, Any]] = []
     machine: dict[str, Any] = {}
@@ -265,7 +265,8 @@ def sizing(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def neighbours(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Starts beside a process that takes and frees memory of the same GPU; 8 layers are enough."""
-    yield from neighbour_records(base(args), args.output / "engines.log", PROMPTS)
+    only = args.configurations.split(",") if args.configurations else None
+    yield from neighbour_records(base(args), args.output / "engines.log", PROMPTS, only)
 
 
 def serve(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

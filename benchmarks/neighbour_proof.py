@@ -26,8 +26,16 @@ NEIGHBOURS: dict[str, tuple[int, dict[str, int], bool]] = {
 EXPLICIT_BESIDE, EXPLICIT_BYTES = 100, 8 << 30
 
 
-def neighbour_records(base: dict[str, Any], log: Path, prompts: list[list[int]]) -> Iterator[dict[str, Any]]:
-    """Start an engine beside each neighbour, and one alone, all with the flag."""
+def neighbour_records(
+    base: dict[str, Any], log: Path, prompts: list[list[int]], only: list[str] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Start an engine alone, and one beside each neighbour, or those named in `only`, all with the flag.
+
+    Raises `ValueError` for a name that there is none of: that would look like a run that kept all limits.
+    """
+    unknown = sorted(set(only or ()) - {*NEIGHBOURS, "explicit"})
+    if unknown:
+        raise ValueError(f"no {', '.join(unknown)} among {', '.join((*NEIGHBOURS, 'explicit'))}")
     llm = {**base, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
     steps = [
         {"do": "generate", "prompts": prompts, "max_tokens": 64},
@@ -41,6 +49,8 @@ def neighbour_records(base: dict[str, Any], log: Path, prompts: list[list[int]])
         return
     yield from _load_records("none", alone, 0)
     for name, (first, after, short) in NEIGHBOURS.items():
+        if name not in (only or NEIGHBOURS):
+            continue
         with tempfile.TemporaryDirectory() as folder:
             events = Path(folder) / "events"
             sizes = {stage: gib * GIB for stage, gib in after.items()}
@@ -51,7 +61,8 @@ def neighbour_records(base: dict[str, Any], log: Path, prompts: list[list[int]])
         yield truth(f"neighbour_{name}_starts", not run["error"], str(run["error"] or told)[:500])
         if not run["error"]:
             yield from _records(name, run, alone, told, [*after], short)
-    yield from explicit_records(llm, steps[:1] + steps[2:], log, alone)
+    if "explicit" in (only or ["explicit"]):
+        yield from explicit_records(llm, steps[:1] + steps[2:], log, alone)
 
 
 def explicit_records(

@@ -17,7 +17,6 @@ from server import Server
 
 from allocator import results
 
-ENV = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 GRAPHS = [1, 2, 4, 8, 16]
 AT_ONCE, LOAD_TOKENS = 256, 2000
 # What may be left on the device when the server is gone: NVML's own readings differ by as much.
@@ -37,13 +36,13 @@ def serve_records(base: dict[str, Any], log: Path, prompts: list[list[int]]) -> 
 
 def run_server(base: dict[str, Any], prompts: list[list[int]], on: bool, log_file: Path) -> dict[str, Any]:
     """Start a server, ask it, load it, send it to sleep and wake it, stop it; what was seen, or `error`."""
-    keywords = with_shared_compile_cache(base | {"cudagraph_capture_sizes": GRAPHS}, ENV)
+    keywords = with_shared_compile_cache(base | {"cudagraph_capture_sizes": GRAPHS}, {})
     compilation = {**keywords["compilation_config"], "cudagraph_capture_sizes": GRAPHS}
     flags = ["--no-enable-prefix-caching", "--compilation-config", json.dumps(compilation)]
     for name in ("max_model_len", "gpu_memory_utilization", "seed", "dtype", "max_num_seqs"):
         flags += [f"--{name.replace('_', '-')}={base[name]}"] if name in base else []
     flags += ["--enable-extensible-kv-cache"] if on else []
-    env = os.environ | ENGINE_ENV | ENV | {"VLLM_SERVER_DEV_MODE": "1"}
+    env = os.environ | ENGINE_ENV | {"VLLM_SERVER_DEV_MODE": "1"}
     env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     server_log = log_file.with_name(f"serve-{'flag' if on else 'stock'}.log")
     run: dict[str, Any] = {"error": ""}

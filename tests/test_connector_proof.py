@@ -52,7 +52,7 @@ def test_pair_that_fell_back_is_told_and_the_rest_still_runs() -> None:
 
 @pytest.mark.parametrize(("rate", "snapshot", "bad"), [(200, None, False), (0.5, POOL, True)])
 def test_switch_alone_may_not_be_far_slower(rate: float, snapshot: Any, bad: bool) -> None:
-    found = records(default_records("one_gpu", run(rate, snapshot), run(250, None)))
+    found = records(default_records("one_gpu", run(rate, snapshot), run(250, None), OUTPUTS))
     assert failed(found) == ({"bandwidth_default_vs_stock"} if bad else set())
     kind = found["bandwidth_default_vs_stock"]["note"]
     assert kind == ("fd+rdma" if snapshot else "vLLM's normal cache")
@@ -61,8 +61,8 @@ def test_switch_alone_may_not_be_far_slower(rate: float, snapshot: Any, bad: boo
 def test_decoding_engine_alone_has_the_extensible_cache() -> None:
     mixed = run(120, POOL)
     mixed["started"] = [{"error": None, "snapshot": None}, {"error": None, "snapshot": POOL}]
-    found = records(decoding_records("one_gpu", mixed, run(250, None)))
+    found = records(decoding_records("one_gpu", mixed, run(250, None), OUTPUTS))
     assert failed(found) == set()
     assert found["decoding_gb_per_s"]["value"] == pytest.approx(120)
-    found = records(decoding_records("one_gpu", run(120, POOL), run(250, None)))
+    found = records(decoding_records("one_gpu", run(120, POOL), run(250, None), OUTPUTS))
     assert failed(found) == {"decoding_alone_has_the_extensible_cache"}

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from allocator import extensible_kv_pool
+from allocator import extensible_kv_pool, torch_routing
+from allocator.shim import lib
 from allocator.sizing import SizingError
 from vllm_integration import final_size, measure, own_context, worker_state
 from vllm_integration.config import Options
@@ -241,6 +242,29 @@ def test_case_9_memory_that_pytorch_counts_and_has_not_is_left_to_the_driver(
     assert started.blocks() == expected()
     started.device.nvml_tells = False
     assert expected(graphs=GIB) == started.blocks() < expected()
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_commit_that_comes_up_short_leaves_the_widest_step_its_memory(
+    start: Callable[..., Started], monkeypatch: pytest.MonkeyPatch, registered: bool
+) -> None:
+    """What PyTorch keeps of the step is needed again with the first batch, and no room for the cache."""
+    started = start()
+    device, cache = started.device, started.cache
+    cache.registered = registered
+    monkeypatch.setattr(torch_routing, "empty_cache", device.settle)
+    blocks = started.blocks()
+    device.outside += 20 * GIB  # a neighbour, between the reading and the commit
+    lib.ekv_host_configure(0, device.pool.physical_bytes + BLOCK)
+    try:
+        answer = cache.commit(started.worker, blocks)
+        fits = cache.rollback(started.worker)["blocks"]
+    finally:
+        lib.ekv_host_configure(0, 0)
+    assert f"commit of {blocks} blocks" in answer["error"]
+    assert device.kept == STEP
+    left = TOTAL - CONTEXT - WEIGHTS - STEP - 20 * GIB - MARGIN
+    assert fits == min(left // BLOCK, started.capacity) < blocks
 
 
 def test_case_10_explicit_size_starts_with_less_free_than_the_share(start: Callable[..., Started]) -> None:

@@ -20,6 +20,7 @@ from allocator import (
     extensible_kv_pool,
     memory_info,
     probe,
+    torch_routing,
 )
 from allocator.shim import check, ids_argument, lib
 
@@ -232,6 +233,20 @@ def test_commit_out_of_memory_names_bytes_and_changes_nothing(host_budget):  # 4
     pool.commit(400)
     assert_filled(view, 0, 40)
     assert not view[:, 40:].any()
+
+
+@pytest.mark.parametrize(("allowed", "times"), [({}, 1), ({"may_empty_cache": False}, 0)])
+@pytest.mark.parametrize("defragment", [False, True])
+def test_commit_short_of_memory_empties_the_cache_of_pytorch_where_it_may(
+    host_budget, monkeypatch, allowed, times, defragment
+):
+    pool, _ = make_pool("cpu")
+    host_budget(MIB)
+    emptied = []
+    monkeypatch.setattr(torch_routing, "empty_cache", emptied.append)
+    with pytest.raises(PoolOutOfMemoryError, match="commit of 64 blocks, .* bytes free"):
+        pool.commit(64, defragment, **allowed)
+    assert emptied == [torch.device("cpu")] * times
 
 
 def test_recommit_out_of_memory_stays_released_and_works_later(host_budget):  # case 31

@@ -202,13 +202,16 @@ class WorkerCache:
         return {"rank": self.rank, "blocks": self.pool.max_blocks_within(most)}
 
     def _back(self, num_blocks: int) -> None:
-        """Back `num_blocks` blocks; where they are registered, each segment anew and in one piece."""
+        """Back `num_blocks` blocks; where they are registered, each segment anew and in one piece.
+
+        What PyTorch's cache holds is the widest step's memory, and the cache must not grow into it.
+        """
         if not self.registered:
-            return self.pool.commit(num_blocks)
+            return self.pool.commit(num_blocks, may_empty_cache=False)
         # Nothing of warm-up's is needed any more, and its memory is: there may be no room beside it.
         self.pool.shrink(0)
         try:
-            self.pool.commit(num_blocks, defragment=True)
+            self.pool.commit(num_blocks, defragment=True, may_empty_cache=False)
             check_one_handle_each(self.pool)
         except BaseException:
             self.pool.shrink(0)
