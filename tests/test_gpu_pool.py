@@ -70,8 +70,13 @@ def test_commit_short_of_memory_empties_pytorchs_cache_and_succeeds():  # case 3
     filler = torch.empty(free - 66 * MIB - 1024 * MIB, dtype=torch.int8, device="cuda")
     cached = torch.empty(1000 * MIB, dtype=torch.int8, device="cuda")
     del cached  # free, but held by PyTorch
+    reserved = torch.cuda.memory_reserved()
+    with pytest.raises(torch.OutOfMemoryError, match="commit of 64 blocks"):
+        pool.commit(64, may_empty_cache=False)
+    assert torch.cuda.memory_reserved() == reserved and pool.committed_blocks == 0
     pool.commit(64)
     assert not view.any()
+    assert torch.cuda.memory_reserved() <= reserved - 1000 * MIB
     del filler
 
 

@@ -86,6 +86,31 @@ def test_table_of_any_figures_adds_up_to_what_was_requested(
     assert all(row["measured_bytes"] >= 0 for row in rows if row["part"] not in ("other", "unused"))
 
 
+@pytest.mark.parametrize(
+    ("explicit", "told"),
+    [
+        (False, "where 1000.0 MiB requested go on rank 0"),
+        (True, "where 1.14 GiB held with the cache's size as asked for go on rank 0"),
+    ],
+)
+def test_log_names_what_the_table_divides(
+    caplog: pytest.LogCaptureFixture, explicit: bool, told: str
+) -> None:
+    kv = (700 if explicit else 490) * MIB
+    figures = measured(explicit=explicit) | {"rank": 0, "blocks": 9, "bytes_per_block": MIB}
+    figures |= dict.fromkeys(("reserved_bytes", "capacity_blocks", "num_segments"), 9)
+    figures |= {"prefix_blocks": 1, "prefix_bytes": MIB}
+    rank = {"rank": 0, "measured": figures, "table": start_table(figures, kv)}
+    rank |= {"physical_bytes": kv, "commit_seconds": 0.5}
+    with caplog.at_level("INFO", logger=report.logger.name):
+        report.logger.addHandler(caplog.handler)
+        try:
+            report.tell({"blocks": 9, "tokens": 144, "seconds": 1.5, "ranks": [rank]})
+        finally:
+            report.logger.removeHandler(caplog.handler)
+    assert told in caplog.text
+
+
 def test_table_of_explicit_size_leaves_out_what_vllm_did_not_profile() -> None:
     rows = {row["part"]: row for row in start_table(measured(explicit=True), 700 * MIB)}
     assert "unused" not in rows

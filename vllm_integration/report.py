@@ -70,9 +70,11 @@ def tell(report: Mapping[str, Any]) -> None:
         m["prefix_blocks"],
         format_bytes(m["prefix_bytes"]),
     )
+    # With an explicit size the requested memory is no limit: the table is of what is held.
     logger.info(
-        "Extensible KV cache: where %s requested go on rank %d, graphs measured and not estimated:\n%s",
-        format_bytes(m["requested_bytes"]),
+        "Extensible KV cache: where %s%s go on rank %d, graphs measured and not estimated:\n%s",
+        format_bytes(sum(row["measured_bytes"] for row in rank["table"])),
+        " held with the cache's size as asked for" if m["explicit"] else " requested",
         m["rank"],
         "\n".join(format_table(rank["table"])),
     )
