@@ -239,12 +239,16 @@ class PoolController:
             refuse_while_capturing("release_physical", self.device)
             check(self._for_all(lib.ekv_release_physical))
 
-    def recommit(self) -> None:
-        """Back the blocks that `release_physical` gave back again, zeroed. Raises as `commit` does."""
+    def recommit(self, may_empty_cache: bool = True) -> None:
+        """Back the blocks that `release_physical` gave back again, zeroed.
+
+        `may_empty_cache` is what it is for `commit`, and so are the errors.
+        """
         with self._lock:
             self._check_not_freed()
             blocks = max((info.released_blocks for _, info in self._living()), default=0)
-            self._grow(lambda: self._asked_for("recommit", blocks), lib.ekv_recommit)
+            what = partial(self._asked_for, "recommit", blocks)
+            self._grow(what, lib.ekv_recommit, may_empty_cache=may_empty_cache)
 
     def free(self) -> None:
         """Give back all memory for good. The addresses follow when the last tensor over them dies."""

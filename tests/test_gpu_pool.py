@@ -80,6 +80,46 @@ def test_commit_short_of_memory_empties_pytorchs_cache_and_succeeds():  # case 3
     del filler
 
 
+def test_memory_of_the_widest_step_is_taken_again_and_serves_the_same_requests():
+    """As a nap does: the cache is emptied, held while it is emptied again, and left to PyTorch."""
+    from vllm_integration.step_memory import StepMemory
+
+    torch.cuda.empty_cache()
+    device = torch.device("cuda", torch.cuda.current_device())
+    side = torch.cuda.Stream()
+    sizes = [300 * MIB, 90 * MIB, 5 * MIB]
+
+    def step():
+        tensors = [torch.empty(size, dtype=torch.int8, device=device) for size in sizes]
+        with torch.cuda.stream(side):
+            tensors.append(torch.empty(64 * MIB, dtype=torch.int8, device=device))
+        torch.cuda.synchronize()
+        del tensors
+
+    weights = torch.empty(40 * MIB, dtype=torch.int8, device=device)
+    empty = torch.cuda.memory_reserved()
+    step()
+    kept = torch.cuda.memory_reserved()
+    memory = StepMemory(device)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == empty
+    held = memory.take()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == kept
+    del held
+    again = memory.take()  # from PyTorch's cache
+    assert torch.cuda.memory_reserved() == kept
+    del again
+    step()
+    assert torch.cuda.memory_reserved() == kept
+    torch.cuda.empty_cache()
+    filler = torch.empty(memory_info("cuda")[0] - 380 * MIB, dtype=torch.int8, device=device)
+    with pytest.raises(torch.OutOfMemoryError, match="the widest step needs"):
+        memory.take()
+    del filler, weights
+    torch.cuda.empty_cache()
+
+
 def test_recommit_fails_while_the_device_is_full_and_works_after():  # case 31
     torch.cuda.empty_cache()
     pool, view = make_pool("cuda", num_layers=4, num_blocks=1024, block_bytes=MIB)  # 4 GiB

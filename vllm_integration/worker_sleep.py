@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm_integration import worker_connectors
 from vllm_integration.log import format_bytes, logger
+from vllm_integration.step_memory import StepMemory
 
 __all__ = ["Nap", "SleepingWorker"]
 
@@ -21,9 +22,10 @@ CPU_WORKER = "vllm.v1.worker.cpu_worker"
 class Nap:
     """One worker's pool over sleep and wake-up, with the content that is to survive it."""
 
-    def __init__(self, pool: Any, rank: int) -> None:
-        self.pool, self.rank = pool, rank
+    def __init__(self, pool: Any, rank: int, step_memory: StepMemory | None = None) -> None:
+        self.pool, self.rank, self.step_memory = pool, rank, step_memory
         self.backup: Any = None
+        self.held: list[Any] = []  # the widest step's memory, until vLLM is awake
         self.state = "awake"  # "asleep", and "waking" until vLLM's own part of the wake-up is done
 
     def save(self, blocks: list[int]) -> int:
@@ -40,6 +42,7 @@ class Nap:
     def release(self) -> None:
         """Give the memory back; a second time changes nothing."""
         num_bytes = self.pool.physical_bytes
+        self.held = []
         self.pool.release_physical()
         self.state = "asleep"
         if num_bytes:
@@ -49,21 +52,31 @@ class Nap:
             )
 
     def wake(self) -> None:
-        """Back the same blocks again, with what was kept and else zeros; or raise and stay asleep."""
+        """Back the same blocks again, with what was kept and else zeros; or raise and stay asleep.
+
+        The widest step's memory must be there as well, and is held until `finish`.
+        """
         if self.state != "asleep":
             return
-        self.pool.recommit()
-        if self.backup:
-            try:
+        self.pool.recommit(may_empty_cache=False)
+        try:
+            if self.backup:
                 self.backup.restore(self.pool)
                 self.backup.wait()
-            except BaseException:
-                self.pool.release_physical()
-                raise
+            self.hold()
+        except BaseException:
+            self.pool.release_physical()
+            raise
         self.state = "waking"
 
+    def hold(self) -> None:
+        """Take what is missing of the widest step's memory while the pool has its own."""
+        if self.step_memory is not None:
+            self.held = self.step_memory.take()
+
     def finish(self) -> None:
-        """Be awake for good: what was kept is not needed any more."""
+        """Be awake for good: what was kept is not needed any more, and PyTorch caches what was held."""
+        self.held = []
         if self.state == "waking":
             self.state = "awake"
             self.drop()
@@ -115,6 +128,8 @@ class SleepingWorker:
         mine = tags is None or TAG in tags
         if mine:
             nap.wake()
+        elif nap.state == "awake":
+            nap.hold()  # vLLM empties PyTorch's cache now
         try:
             _unless_unsupported(super().wake_up)(tags)
             if mine:
@@ -122,8 +137,9 @@ class SleepingWorker:
         except BaseException:
             if mine and nap.state == "waking":
                 nap.release()
+            nap.held = []
             raise
-        if mine:
+        if mine or nap.state == "awake":
             nap.finish()
 
     def discard(self: Any, tags: tuple[str, ...]) -> None:
@@ -175,7 +191,7 @@ class SleepingWorker:
         if cache is None or cache.pool is None:
             return None
         if self._ekv_nap is None or self._ekv_nap.pool is not cache.pool:
-            self._ekv_nap = Nap(cache.pool, self.rank)
+            self._ekv_nap = Nap(cache.pool, self.rank, cache.step_memory)
         return self._ekv_nap
 
 

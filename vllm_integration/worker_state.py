@@ -12,6 +12,7 @@ from vllm_integration.log import logger
 from vllm_integration.narrowing import check_one_handle_each
 from vllm_integration.stages import Stages
 from vllm_integration.start_table import start_table
+from vllm_integration.step_memory import StepMemory
 from vllm_integration.widest_step import run_widest_step
 from vllm_integration.worker_checks import reservable_bytes
 
@@ -44,6 +45,7 @@ class WorkerCache:
         self.profile_free_bytes = 0
         self.uncounted_bytes = self.context_bytes  # of this process, which PyTorch does not count
         self.measured: dict[str, Any] = {}
+        self.step_memory: StepMemory | None = None  # until it is measured
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         """Record the block as one stage of this worker's start."""
@@ -141,6 +143,7 @@ class WorkerCache:
             if not (device.type == "cpu" and self.explicit):
                 run_widest_step(worker, pool.committed_blocks)
             free = measure.free_bytes(device)
+        self.step_memory = StepMemory(device)
         committed = pool.physical_bytes
         budget, used = budget_now(self, worker, free, committed)
         self.measured = {
@@ -215,7 +218,7 @@ class WorkerCache:
             check_one_handle_each(self.pool)
         except BaseException:
             self.pool.shrink(0)
-            self.pool.commit(self.prefix_blocks)
+            self.pool.commit(self.prefix_blocks, may_empty_cache=False)
             raise
 
     def connect(self, worker: Any, num_blocks: int) -> None:

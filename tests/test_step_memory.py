@@ -1,0 +1,178 @@
+"""The widest step's memory over a nap: real pool and `SleepingWorker`, and a device that is a few numbers.
+
+vLLM's cumem empties PyTorch's cache when it sleeps and when it wakes up, also where no weights are in it, and
+keeps it when it discards (0.33.0, device_allocator/cumem.py).
+"""
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from pools import MIB
+from test_measured_size import MARGIN, STEP, Device, Started, start  # noqa: F401
+
+from allocator import torch_routing
+from allocator.errors import PoolOutOfMemoryError
+from allocator.shim import lib
+from vllm_integration import step_memory
+from vllm_integration.step_memory import StepMemory
+from vllm_integration.worker_sleep import SleepingWorker
+
+BLOCKS = 20
+CUDA = torch.device("cuda", 0)
+
+
+class Held:
+    """A tensor: PyTorch takes it from what it keeps, or from the device, and keeps it afterwards."""
+
+    def __init__(self, device: Device, num_bytes: int) -> None:
+        if num_bytes > device.kept and num_bytes > device.free_bytes(None) + device.kept:
+            num_bytes = 0
+        self.device, self.num_bytes = device, num_bytes
+        device.kept = max(0, device.kept - num_bytes)
+        device.in_use += num_bytes
+        if not num_bytes:
+            raise MemoryError("CUDA out of memory")
+
+    def __del__(self) -> None:
+        self.device.in_use -= self.num_bytes
+        self.device.kept += self.num_bytes
+
+
+class Stock:
+    """As much of vLLM's GPU worker as empties PyTorch's cache."""
+
+    fails = False
+
+    def sleep(self, level: int = 1) -> None:
+        self.modelled.settle(None)
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        pass
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.modelled.settle(None)
+        if self.fails:
+            raise RuntimeError("no")
+
+
+class Worker(SleepingWorker, Stock):
+    rank = 0
+
+
+@pytest.fixture
+def awake(start: Callable[..., Started], monkeypatch: pytest.MonkeyPatch) -> Worker:  # noqa: F811
+    """Hand out a worker whose neighbours hold the rest of the device, as where the utilization is 1."""
+    started = start()
+    device = started.device
+    kept = lambda _: (Counter({(0, device.kept): 1} if device.kept else {}), Counter())  # noqa: E731
+    monkeypatch.setattr(step_memory, "large_segments", kept)
+    monkeypatch.setattr(step_memory, "empty", lambda _, stream, num_bytes: Held(device, num_bytes))
+    started.blocks()
+    assert started.cache.commit(started.worker, BLOCKS)["error"] is None
+    device.outside += device.free_bytes(None) - MARGIN
+    worker = Worker()
+    worker._ekv, worker.modelled, worker.started = started.cache, device, started
+    assert device.kept == STEP and device.free_bytes(None) == MARGIN
+    return worker
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_wake_up_gives_pytorch_what_it_kept_for_the_widest_step(awake: Worker, level: int) -> None:
+    for _ in range(2):
+        awake.sleep(level)
+        assert awake.modelled.kept == 0
+        awake.wake_up()
+        assert awake.modelled.kept == STEP
+        assert awake.modelled.free_bytes(None) == MARGIN
+
+
+@pytest.mark.parametrize("order", [["weights", "kv_cache"], ["kv_cache", "weights"]])
+def test_wake_up_in_parts_leaves_the_widest_step_its_memory(awake: Worker, order: list[str]) -> None:
+    awake.sleep(1)
+    for tag in order:
+        awake.wake_up([tag])
+    assert awake.modelled.kept == STEP
+
+
+def test_wake_up_without_room_for_the_widest_step_fails_and_works_later(awake: Worker) -> None:
+    """A neighbour holds less than the nap gave back: the cache would fit, and the first batch would not."""
+    awake.sleep(1)
+    awake.modelled.outside += MARGIN + MIB
+    for _ in range(2):
+        with pytest.raises(PoolOutOfMemoryError, match=f"the widest step needs {STEP} bytes beside the KV"):
+            awake.wake_up()
+        assert awake._ekv.pool.physical_bytes == 0
+        assert awake.modelled.kept == 0
+    answer = awake.ekv_wake()
+    assert f"needs {STEP} bytes" in answer["error"]
+    awake.modelled.outside -= MARGIN + MIB
+    awake.wake_up()
+    assert awake.modelled.kept == STEP and awake._ekv.pool.committed_blocks == BLOCKS
+
+
+def test_wake_up_that_vllm_cannot_finish_holds_nothing(awake: Worker) -> None:
+    awake.sleep(1)
+    awake.fails = True
+    with pytest.raises(RuntimeError, match="no"):
+        awake.wake_up()
+    assert awake.modelled.in_use == awake.modelled.own_bytes(None) - awake.modelled.kept
+    assert awake._ekv.pool.physical_bytes == 0
+    assert awake._ekv_nap.held == []
+
+
+def test_wake_up_after_discard_does_not_grow_into_the_widest_step(
+    awake: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_routing, "empty_cache", awake.modelled.settle)
+    held = awake._ekv.pool.physical_bytes
+    awake.discard(("kv_cache",))
+    lib.ekv_host_configure(0, held - 1)  # a neighbour took a little of what was given back
+    try:
+        with pytest.raises(PoolOutOfMemoryError, match="recommit of 20 blocks"):
+            awake.wake_up(["kv_cache"])
+    finally:
+        lib.ekv_host_configure(0, 0)
+    assert awake.modelled.kept == STEP
+
+
+def segments(monkeypatch: pytest.MonkeyPatch, *found: tuple[int, int, bool]) -> None:
+    """Have PyTorch's allocator tell of segments: stream, bytes, and whether a tensor lives in it."""
+    told = [
+        {
+            "device": 0,
+            "segment_type": "large",
+            "segment_pool_id": (0, 0),
+            "stream": stream,
+            "total_size": size,
+            "active_size": size // 2 if active else 0,
+        }
+        for stream, size, active in found
+    ]
+    others = [{"device": 1}, {"segment_type": "small"}, {"segment_pool_id": (0, 7)}]
+    told += [told[0] | {"total_size": 99, "active_size": 0} | other for other in others] if told else []
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: told, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+
+
+def test_only_what_is_missing_of_the_default_pool_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of other sizes may have come meanwhile, and a tensor of the engine's into one of the blocks."""
+    taken: list[tuple[int, int]] = []
+    monkeypatch.setattr(step_memory, "empty", lambda _, stream, size: taken.append((stream, size)))
+    segments(monkeypatch, (0, 900, True), (0, 300, False), (0, 300, False), (5, 300, False), (0, 200, False))
+    memory = StepMemory(CUDA)
+    memory.take()
+    assert sorted(taken) == [(0, 200), (0, 300), (0, 300), (5, 300)]
+    taken.clear()
+    segments(monkeypatch, (0, 800, True), (0, 300, True))
+    memory.take()
+    assert sorted(taken) == [(0, 200), (0, 300), (5, 300)]
+
+
+def test_other_allocators_and_the_cpu_have_no_such_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    segments(monkeypatch, (0, 300, False))
+    assert StepMemory(CUDA).kept and not StepMemory(torch.device("cpu")).kept
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "pluggable")
+    assert not StepMemory(CUDA).kept
+    assert StepMemory(CUDA).take() == []

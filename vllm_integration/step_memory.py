@@ -1,0 +1,77 @@
+"""What PyTorch's cache holds for the widest step, and how to take it again after it was emptied.
+
+The cache's size leaves room for that memory, and a nap loses it: vLLM empties PyTorch's cache when it sleeps
+and when it wakes up. Whoever takes it meanwhile would not be seen before a batch runs out of memory, and
+without a neighbour the first requests would cut it up in their own order (see `least_cache`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+__all__ = ["StepMemory"]
+
+Sizes = Counter[tuple[int, int]]  # of PyTorch's segments: stream, bytes
+DEFAULT_POOL = (0, 0)
+
+
+class StepMemory:
+    """What PyTorch's allocator kept on `device` after the widest step, and nothing used; none on a CPU."""
+
+    def __init__(self, device: Any) -> None:
+        self.device = device
+        self.kept, self.used = large_segments(device)
+
+    def take(self) -> list[Any]:
+        """Return tensors over that memory; while they live it stays, however often the cache is emptied.
+
+        Dropped, they leave it to PyTorch's cache. What is in use by now is not taken a second time. Raises
+        `PoolOutOfMemoryError`, and takes nothing then.
+        """
+        missing = self.kept - (large_segments(self.device)[1] - self.used)
+        num_bytes = sum(size for _, size in missing.elements())
+        try:
+            return [empty(self.device, stream, size) for stream, size in missing.elements()]
+        except MemoryError as error:
+            from allocator.errors import PoolOutOfMemoryError
+
+            raise PoolOutOfMemoryError(
+                f"the widest step needs {num_bytes} bytes beside the KV cache, which are not free on "
+                f"{self.device}: {error}"
+            ) from error
+
+
+def large_segments(device: Any) -> tuple[Sizes, Sizes]:
+    """Count the segments of PyTorch's default pool: those that no tensor lives in, and the others.
+
+    Small ones, of 2 MiB for tensors of up to 1 MiB, are left out.
+    """
+    kept: Sizes = Counter()
+    used: Sizes = Counter()
+    if device.type != "cuda":
+        return kept, used
+    import torch
+
+    if torch.cuda.get_allocator_backend() != "native":
+        return kept, used
+    for segment in torch.cuda.memory_snapshot():
+        if segment["device"] != device.index or segment["segment_type"] != "large":
+            continue
+        if tuple(segment["segment_pool_id"]) == DEFAULT_POOL:
+            sizes = used if segment["active_size"] else kept
+            sizes[segment["stream"], segment["total_size"]] += 1
+    return kept, used
+
+
+def empty(device: Any, stream: int, num_bytes: int) -> Any:
+    """Return a tensor that is a segment's whole size. Raises `MemoryError` where the device has no room."""
+    import torch
+
+    # PyTorch takes address 0, the default stream's, for "any stream".
+    owner = torch.cuda.ExternalStream(stream, device=device) if stream else torch.cuda.default_stream(device)
+    with torch.cuda.stream(owner):
+        try:
+            return torch.empty(num_bytes, dtype=torch.int8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error
