@@ -53,7 +53,9 @@ def large_segments(device: Any) -> tuple[Sizes, Sizes]:
         return kept, used
     import torch
 
-    if torch.cuda.get_allocator_backend() != "native":
+    from allocator.torch_routing import current_allocator
+
+    if current_allocator() != "native":
         return kept, used
     for segment in torch.cuda.memory_snapshot():
         if segment["device"] != device.index or segment["segment_type"] != "large":
