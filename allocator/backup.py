@@ -16,45 +16,32 @@ from __future__ import annotations
 
 import operator
 import re
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from allocator import errors
+from allocator.backup_plan import Piece, plan
 from allocator.committed_rows import Rows, committed_rows
 from allocator.errors import PoolValueError
 from allocator.pool import PoolController
 from allocator.torch_routing import empty_cache
 
-__all__ = ["DEFAULT_PIECE_BYTES", "Backup", "save"]
+__all__ = ["DEFAULT_PIECE_BYTES", "Backup", "host_need", "save"]
 
 # The staging buffer's size: long enough for the bus's full speed, small enough for any device that is full.
 DEFAULT_PIECE_BYTES = 32 << 20
-# Host memory is taken in slabs of this size. A power of two, because PyTorch rounds pinned memory up to one.
-_SLAB_BYTES = 256 << 20
-_ALIGN = 64
 _LACKING = re.compile("out of memory|can't allocate memory")
-
-
-class _Piece(NamedTuple):
-    """Some rows of one segment, and where in which slab they are kept."""
-
-    segment: int
-    first: int  # of the blocks that the segment keeps, in order
-    last: int
-    slab: int
-    offset: int
-    num_bytes: int
 
 
 def save(pool: PoolController, blocks: Iterable[int], *, piece_bytes: int = DEFAULT_PIECE_BYTES) -> Backup:
     """Copy the content of `blocks` to host memory; on a GPU the copies may still run when this returns.
 
-    Work that the current stream gets afterwards comes after the copies. The pool is not changed.
+    Work that the current stream gets afterwards comes after the copies. The pool is not changed. Several
+    processes that save at once must first see whether the host has room for all of them, with `host_need`.
 
     Parameters
     ----------
@@ -75,16 +62,38 @@ def save(pool: PoolController, blocks: Iterable[int], *, piece_bytes: int = DEFA
     PoolOutOfMemoryError
         The host has too little memory for the blocks, or the device for the staging buffer.
     """
-    ids = sorted({operator.index(block) for block in blocks})
-    committed = pool.committed_blocks
-    if ids and not (ids[0] >= 0 and ids[-1] < committed):
-        raise PoolValueError(f"blocks {ids[0]} to {ids[-1]} to be saved, of {committed} that are committed")
+    ids = _checked(pool, blocks)
     if piece_bytes <= 0:
         raise PoolValueError(f"pieces of {piece_bytes} bytes")
     with _factories_as_they_are():
         backup = Backup(pool, ids, piece_bytes)
         backup._copy(pool, to_host=True)
     return backup
+
+
+def host_need(pool: PoolController, blocks: Iterable[int]) -> tuple[int, int | None]:
+    """Return the bytes that `save` of `blocks` would take from the host, and those that the host has.
+
+    Every process of a host is told the same bytes that it has: those that save at once must fit together.
+    None where the host does not say. What an earlier backup left in PyTorch's cache is not taken again.
+
+    Raises
+    ------
+    PoolValueError
+        A block is not committed.
+    """
+    ids = _checked(pool, blocks)
+    with _factories_as_they_are():
+        _, _, slab_bytes = plan(committed_rows(pool), tuple(ids), DEFAULT_PIECE_BYTES)
+    return _new_bytes(slab_bytes, pinned=pool.device.type == "cuda"), _available_host_bytes()
+
+
+def _checked(pool: PoolController, blocks: Iterable[int]) -> list[int]:
+    ids = sorted({operator.index(block) for block in blocks})
+    committed = pool.committed_blocks
+    if ids and not (ids[0] >= 0 and ids[-1] < committed):
+        raise PoolValueError(f"blocks {ids[0]} to {ids[-1]} to be saved, of {committed} that are committed")
+    return ids
 
 
 class Backup:
@@ -102,7 +111,7 @@ class Backup:
         self.blocks = tuple(blocks)
         self._device = pool.device
         self._stream: Any = None
-        self._places, self._pieces, slab_bytes = _plan(committed_rows(pool), self.blocks, piece_bytes)
+        self._places, self._pieces, slab_bytes = plan(committed_rows(pool), self.blocks, piece_bytes)
         self.num_bytes = sum(piece.num_bytes for piece in self._pieces)
         self._slabs = _host_memory(slab_bytes, pinned=self._device.type == "cuda")
 
@@ -169,14 +178,14 @@ class Backup:
         current.wait_stream(stream)
 
     def _rows_of(
-        self, rows: list[Rows], piece: _Piece, ids: torch.Tensor
+        self, rows: list[Rows], piece: Piece, ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         segment, index = rows[piece.segment], ids[piece.first : piece.last]
         if segment.cut is not None and self.blocks[piece.first] >= segment.num_whole:
             return segment.cut, torch.zeros_like(index)
         return segment.whole, index
 
-    def _host_of(self, piece: _Piece, tensor: torch.Tensor) -> torch.Tensor:
+    def _host_of(self, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
         slab = self._slabs[piece.slab][piece.offset : piece.offset + piece.num_bytes]
         return slab.view(tensor.dtype).view(piece.last - piece.first, tensor.shape[1])
 
@@ -188,45 +197,27 @@ def _gather_or_scatter(rows: torch.Tensor, index: torch.Tensor, piece: torch.Ten
         rows.index_copy_(0, index, piece)
 
 
-def _plan(
-    rows: list[Rows], blocks: tuple[int, ...], piece_bytes: int
-) -> tuple[list[tuple[int, int]], list[_Piece], list[int]]:
-    """Return where the segments are, the pieces, and the bytes of each slab."""
-    pieces: list[_Piece] = []
-    slabs: list[int] = []
-    for number, segment in enumerate(rows):
-        num_whole = bisect_left(blocks, segment.num_whole)
-        step = max(1, piece_bytes // segment.stride_bytes)
-        spans = [(first, min(first + step, num_whole)) for first in range(0, num_whole, step)]
-        sizes = [(last - first) * segment.stride_bytes for first, last in spans]
-        if num_whole < len(blocks) and segment.cut_bytes:
-            spans.append((num_whole, len(blocks)))
-            sizes.append(segment.cut_bytes)
-        for (first, last), num_bytes in zip(spans, sizes, strict=True):
-            taken = num_bytes + -num_bytes % _ALIGN
-            if not slabs or slabs[-1] + taken > _SLAB_BYTES:
-                slabs.append(0)
-            pieces.append(_Piece(number, first, last, len(slabs) - 1, slabs[-1], num_bytes))
-            slabs[-1] += taken
-    return [segment.place for segment in rows], pieces, slabs
-
-
 def _factories_as_they_are() -> Any:
     """Leave out default devices, and pools whose context is open: one would take a slab for its own."""
     return torch._C.DisableTorchFunction()
 
 
 def _host_memory(slab_bytes: list[int], *, pinned: bool) -> list[torch.Tensor]:
-    wanted, available = sum(slab_bytes), _available_host_bytes()
-    if pinned and available is not None:  # what an earlier backup left in PyTorch's cache is taken again
-        stats = torch.cuda.host_memory_stats()
-        available += stats.get("allocated_bytes.current", 0) - stats.get("active_bytes.current", 0)
+    wanted, available = _new_bytes(slab_bytes, pinned), _available_host_bytes()
     if available is not None and wanted > available:
         raise errors.PoolOutOfMemoryError(
             f"host: a backup of {wanted} bytes, and {available} bytes of host memory are available"
         )
     with _memory_errors():
         return [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in slab_bytes]
+
+
+def _new_bytes(slab_bytes: list[int], pinned: bool) -> int:
+    if not pinned:
+        return sum(slab_bytes)
+    stats = torch.cuda.host_memory_stats()
+    cached = stats.get("allocated_bytes.current", 0) - stats.get("active_bytes.current", 0)
+    return max(0, sum(1 << (size - 1).bit_length() for size in slab_bytes) - cached)
 
 
 def _available_host_bytes() -> int | None:

@@ -54,7 +54,7 @@ class Worker(SleepingWorker, StockWorker):
         self.pool, self.view = make_pool("cpu", 1, NUM_BLOCKS, BLOCK_BYTES)
         self.pool.commit(48)
         fill(self.view, 0, 48)
-        self._ekv = SimpleNamespace(pool=self.pool)
+        self._ekv = SimpleNamespace(pool=self.pool, step_memory=None)
 
 
 class Executor:

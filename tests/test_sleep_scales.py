@@ -61,7 +61,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
         rank=0,
         view=view,
         device=torch.device("cpu"),
-        _ekv=SimpleNamespace(pool=pool),
+        _ekv=SimpleNamespace(pool=pool, step_memory=None),
         _sleep_mode_backend=LosingPool(model),
         _sleep_saved_buffers={},
         _sleep_saved_parameters={},

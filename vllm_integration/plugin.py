@@ -6,7 +6,7 @@ import sys
 from functools import lru_cache
 from typing import Any
 
-from vllm_integration import hooks, patches
+from vllm_integration import hooks, patches, sleep_host
 from vllm_integration.config import switch
 from vllm_integration.fallback import warn
 from vllm_integration.log import logger
@@ -70,6 +70,7 @@ def activate(vllm_config: Any, *, quiet: bool = False) -> None:
         try:
             PATCHER.apply("engine", hooks.ENGINE)
             PATCHER.apply("client", hooks.CLIENT)
+            sleep_host.note_engines(vllm_config.parallel_config)
             return
         except patches.PatchError as error:
             reason = str(error)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_integration import connectors
+from vllm_integration import connectors, sleep_host
 from vllm_integration.log import format_bytes, logger
 
 __all__ = [
@@ -148,11 +148,8 @@ class EngineSleep:
         self.check_idle()
         if not self.keeps(level) or self.executor.sleeping_tags:
             return  # where any part is asleep, a cache that is awake stays so
-        answers = self.executor.collective_rpc("ekv_save", args=(self._cached_blocks(),))
-        failed = next((answer for answer in answers if answer["error"]), None)
+        failed = self._save(self._cached_blocks())
         if failed is None:
-            kept = max((answer["value"] or 0 for answer in answers), default=0)
-            logger.info("Extensible KV cache: %s of each rank's cache are kept asleep.", format_bytes(kept))
             return
         self.executor.collective_rpc("ekv_forget")
         self.core._reset_caches()
@@ -161,6 +158,18 @@ class EngineSleep:
             failed["rank"],
             failed["error"],
         )
+
+    def _save(self, blocks: list[int]) -> dict[str, Any] | None:
+        """Have every rank keep `blocks`; return the answer of one that cannot, or whose host cannot."""
+        needs = self.executor.collective_rpc("ekv_host_need", args=(blocks,))
+        failed = _failed(needs) or sleep_host.lacking(needs, getattr(self.core, "vllm_config", None))
+        if failed is None:
+            answers = self.executor.collective_rpc("ekv_save", args=(blocks,))
+            failed = _failed(answers)
+        if failed is None:
+            kept = max((answer["value"] or 0 for answer in answers), default=0)
+            logger.info("Extensible KV cache: %s of each rank's cache are kept asleep.", format_bytes(kept))
+        return failed
 
     def before_wake_up(self, tags: list[str] | None) -> None:
         """Back the cache on every rank, or raise with all of them asleep as before."""
@@ -171,7 +180,7 @@ class EngineSleep:
         if TAG not in wanted or not asleep.issuperset(wanted):
             return
         answers = self.executor.collective_rpc("ekv_wake")
-        failed = next((answer for answer in answers if answer["error"]), None)
+        failed = _failed(answers)
         if failed is not None:
             self.executor.collective_rpc("ekv_sleep_again")
             raise PoolOutOfMemoryError(
@@ -190,6 +199,10 @@ class EngineSleep:
 
 def _of(executor: Any) -> EngineSleep | None:
     return getattr(executor, "ekv_sleep", None)
+
+
+def _failed(answers: list[dict[str, Any]]) -> dict[str, Any] | None:
+    return next((answer for answer in answers if answer["error"]), None)
 
 
 @contextmanager

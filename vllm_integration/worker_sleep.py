@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_integration import worker_connectors
+from vllm_integration import sleep_host, worker_connectors
 from vllm_integration.log import format_bytes, logger
 from vllm_integration.step_memory import StepMemory
 
@@ -27,6 +27,13 @@ class Nap:
         self.backup: Any = None
         self.held: list[Any] = []  # the widest step's memory, until vLLM is awake
         self.state = "awake"  # "asleep", and "waking" until vLLM's own part of the wake-up is done
+
+    def host_need(self, blocks: list[int]) -> tuple[str, int, int | None]:
+        """Return this host, the bytes that `save` would take from it, and those that it has, None if unknown."""
+        from allocator import backup
+
+        self.drop()  # as `save` does
+        return (sleep_host.host_name(), *backup.host_need(self.pool, blocks))
 
     def save(self, blocks: list[int]) -> int:
         """Keep the content of `blocks` in host memory; return its bytes. Not while the pool has none."""
@@ -158,6 +165,10 @@ class SleepingWorker:
     def ekv_wait_until_idle(self: Any) -> str | None:
         """Wait for the KV connector's copies to be on their way; return what is wrong, or None."""
         return worker_connectors.wait_until_idle()
+
+    def ekv_host_need(self: Any, blocks: list[int]) -> dict[str, Any]:
+        """Tell what `ekv_save` would take, before any rank takes it."""
+        return self._ekv_answer(lambda nap: nap.host_need(blocks) if nap.state == "awake" else None)
 
     def ekv_save(self: Any, blocks: list[int]) -> dict[str, Any]:
         """Keep the content of `blocks` over the sleep that follows; the answer says whether it worked."""
