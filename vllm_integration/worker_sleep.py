@@ -29,7 +29,7 @@ class Nap:
         self.state = "awake"  # "asleep", and "waking" until vLLM's own part of the wake-up is done
 
     def host_need(self, blocks: list[int]) -> tuple[str, int, int | None]:
-        """Return this host, the bytes that `save` would take from it, and those that it has, None if unknown."""
+        """Return this host, the bytes that `save` would take from it, and those that it has, if known."""
         from allocator import backup
 
         self.drop()  # as `save` does
