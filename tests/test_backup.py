@@ -128,6 +128,27 @@ def test_host_memory_that_is_not_there_is_out_of_memory(monkeypatch):
     assert_filled(view, 0, 10)
 
 
+def test_host_need_tells_what_save_takes_and_changes_nothing(monkeypatch):
+    pool, view = make_pool("cpu")
+    pool.commit(10)
+    fill(view, 0, 10)
+    monkeypatch.setattr(backup, "_available_host_bytes", lambda: 1 << 40)
+    assert backup.host_need(pool, [1, 2, 2, 9]) == (3 * 4 * 96 * 1024, 1 << 40)
+    assert_filled(view, 0, 10)
+    with pytest.raises(PoolValueError, match="of 10 that are committed"):
+        backup.host_need(pool, [10])
+
+
+def test_pinned_memory_counts_as_pytorch_takes_it(monkeypatch):
+    """In powers of two, of which it may have some from before."""
+    stats = {"allocated_bytes.current": 9 * MIB, "active_bytes.current": 2 * MIB}
+    monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: stats)
+    assert backup._new_bytes([8 * MIB, 5 * MIB], pinned=True) == 16 * MIB - 7 * MIB
+    assert backup._new_bytes([5 * MIB], pinned=True) == MIB
+    assert backup._new_bytes([MIB], pinned=True) == 0
+    assert backup._new_bytes([8 * MIB, 5 * MIB], pinned=False) == 13 * MIB
+
+
 def test_recommit_out_of_memory_keeps_the_backup_for_the_next_try():
     pool, view = make_pool("cpu", num_layers=1, num_blocks=64, block_bytes=MIB)
     pool.commit(48)
