@@ -61,6 +61,9 @@ def _alloc_conf(environ: Mapping[str, str], on_gpu: bool) -> list[Finding]:
             # Source: PyTorch 2.13, c10/cuda/CUDACachingAllocator.h: createOrIncrefPool is the native
             # backend's.
             level, advice = "problem" if on_gpu else "note", "this backend has no MemPool: remove `backend`"
+        elif _fraction(options) < 1:
+            level = "problem" if on_gpu else "note"
+            advice = "PyTorch takes addresses for memory, and the fraction limits them: remove it"
         elif options.get("expandable_segments", "").lower() == "true":
             level, advice = (
                 "note",
@@ -70,3 +73,11 @@ def _alloc_conf(environ: Mapping[str, str], on_gpu: bool) -> list[Finding]:
             level, advice = "ok", ""
         findings.append(Finding(name, value, level, advice))
     return findings
+
+
+def _fraction(options: Mapping[str, str]) -> float:
+    """Return the option `per_process_memory_fraction`, 1 where it is not set or nonsense."""
+    try:
+        return float(options.get("per_process_memory_fraction", 1))
+    except ValueError:
+        return 1.0

@@ -44,6 +44,9 @@ def findings_of(environ: dict[str, str], **options: Any) -> dict[str, str]:
         ("expandable_segments:False", "ok"),
         ("max_split_size_mb:128", "ok"),
         ("garbage_collection_threshold:0.8, backend:cudaMallocAsync", "problem"),
+        ("per_process_memory_fraction:0.8", "problem"),
+        ("per_process_memory_fraction:1.0", "ok"),
+        ("per_process_memory_fraction:much", "ok"),  # for PyTorch to refuse
     ],
 )
 def test_check_settings_allocator_configuration_is_judged(name: str, value: str, level: str) -> None:
@@ -52,6 +55,7 @@ def test_check_settings_allocator_configuration_is_judged(name: str, value: str,
 
 def test_check_settings_allocator_configuration_on_cpu_is_no_problem() -> None:
     environ = {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environ["PYTORCH_CUDA_ALLOC_CONF"] = "per_process_memory_fraction:0.8"
     assert "problem" not in findings_of(environ, on_gpu=False).values()
 
 

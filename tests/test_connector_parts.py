@@ -431,6 +431,7 @@ def test_worker_looks_for_what_transfers_could_use(
     found = types.SimpleNamespace(available=True, handle_kind="fd+rdma")
     monkeypatch.setattr("allocator.probe", lambda device: found)
     monkeypatch.setattr(worker_checks, "_backend_reason", lambda config: None)
+    monkeypatch.setattr(worker_checks, "_allocator_reason", lambda device: None)
     monkeypatch.setattr(worker_checks, "RDMA_DEVICES", folder)
     worker = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"), vllm_config=vllm_config)
     reason = worker_checks.worker_reason(worker, Options(host_staged_transfers=accepted))

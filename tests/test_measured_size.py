@@ -3,6 +3,7 @@
 Only the prefix is really backed, by the host driver; what the pool holds is taken from the device.
 """
 
+import gc
 import types
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +32,7 @@ class Device:
     def __init__(self) -> None:
         self.in_use, self.kept, self.outside, self.pool = 0, 0, CONTEXT, None
         self.step_bytes = STEP
+        self.before = 0  # of this process, when the worker begins
         self.of_others, self.drift, self.nvml_tells = 0, 0, False
 
     def free_bytes(self, device: Any) -> int:
@@ -42,6 +44,7 @@ class Device:
 
     def process_bytes(self, worker: Any) -> int | None:
         own = self.in_use + self.kept + self.outside - self.of_others + self.pool.physical_bytes
+        own -= self.before
         return own if self.nvml_tells else None
 
     def settle(self, device: Any) -> None:
@@ -64,12 +67,13 @@ class Started:
         free = device.free_bytes(None)
         self.device, self.explicit = device, explicit
         self.worker = types.SimpleNamespace(
-            device=types.SimpleNamespace(type="cuda"),
+            device=types.SimpleNamespace(type="cuda", index=0),
             rank=0,
             vllm_config=types.SimpleNamespace(kv_transfer_config=None),
             cache_config=types.SimpleNamespace(kv_cache_memory_bytes=explicit, num_gpu_blocks_override=None),
             requested_memory=int(TOTAL * share),
             init_snapshot=types.SimpleNamespace(free_memory=free),
+            _ekv_before=own_context.Before(by_pytorch={0: device.own_bytes(None)}),
             _ekv_context_bytes=CONTEXT,
         )
         self.cache = worker_state.WorkerCache(Options(margin_bytes=MARGIN), self.worker)
@@ -116,9 +120,14 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Started]:
     )
 
     def started(
-        share: float = 0.9, explicit: int | None = None, outside: int = CONTEXT, library: int = 0
+        share: float = 0.9,
+        explicit: int | None = None,
+        outside: int = CONTEXT,
+        library: int = 0,
+        held_before: int = 0,
     ) -> Started:
         device.outside = outside
+        device.in_use = device.before = held_before
         return Started(device, share, explicit, library)
 
     return started
@@ -244,11 +253,22 @@ def test_case_9_memory_that_pytorch_counts_and_has_not_is_left_to_the_driver(
     assert expected(graphs=GIB) == started.blocks() < expected()
 
 
+@pytest.mark.parametrize("nvml_tells", [False, True])
+def test_what_the_process_held_before_is_not_this_engines(
+    start: Callable[..., Started], nvml_tells: bool
+) -> None:
+    """A second engine in one process, or one beside a model of the user's own."""
+    started = start(0.5, held_before=30 * GIB)
+    started.device.nvml_tells = nvml_tells
+    assert started.blocks() == expected(0.5)
+
+
 @pytest.mark.parametrize("registered", [False, True])
 def test_commit_that_comes_up_short_leaves_the_widest_step_its_memory(
     start: Callable[..., Started], monkeypatch: pytest.MonkeyPatch, registered: bool
 ) -> None:
     """What PyTorch keeps of the step is needed again with the first batch, and no room for the cache."""
+    gc.collect()  # pools of tests before count against the host's budget
     started = start()
     device, cache = started.device, started.cache
     cache.registered = registered

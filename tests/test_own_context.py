@@ -79,10 +79,12 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
     return module
 
 
-def worker(free_at_snapshot: int = 0) -> Any:
+def worker(free_at_snapshot: int = 0, before: own_context.Before | None = None) -> Any:
     device = types.SimpleNamespace(type="cuda", index=None)
     return types.SimpleNamespace(
-        device=device, init_snapshot=types.SimpleNamespace(free_memory=free_at_snapshot)
+        device=device,
+        init_snapshot=types.SimpleNamespace(free_memory=free_at_snapshot),
+        _ekv_before=before or own_context.Before(held={1: 0}),
     )
 
 
@@ -90,6 +92,35 @@ def test_process_bytes_are_this_processs_on_its_own_device(nvml: Nvml) -> None:
     nvml.processes = [(1, 5 * GIB), (os.getpid(), 3 * GIB)]
     assert own_context.process_bytes(worker()) == 3 * GIB
     assert nvml.open == 0
+
+
+def test_process_bytes_leave_out_what_it_held_before(nvml: Nvml) -> None:
+    """Another engine of this process, or a model of the user's own."""
+    nvml.processes = [(1, 5 * GIB), (os.getpid(), 30 * GIB)]
+    before = own_context.look()
+    assert before.held == {0: 0, 1: 30 * GIB} and before.free == {0: 70 * GIB, 1: 60 * GIB}
+    assert before.by_pytorch == {}  # which has no context here
+    nvml.processes[1] = (os.getpid(), 42 * GIB)
+    assert own_context.process_bytes(worker(before=before)) == 12 * GIB
+    assert own_context.process_bytes(worker(before=own_context.Before())) is None
+
+
+def test_pytorchs_own_count_is_read_once_its_cache_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = [9 * GIB, 4 * GIB]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(measure, "settle", lambda device: held.__setitem__(device.index, device.index * GIB))
+    monkeypatch.setattr(measure, "own_bytes", lambda device: held[device.index])
+    assert own_context.look().by_pytorch == {0: 0, 1: GIB}
+
+
+def test_part_of_a_gpu_is_not_the_gpu_with_that_number(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    nvml.processes = [(os.getpid(), 3 * GIB)]
+    for visible, told in (("MIG-1b2c", None), ("GPU-1b2c", 3 * GIB), ("", 3 * GIB)):
+        monkeypatch.setenv(current_platform.device_control_env_var, visible)
+        assert own_context.process_bytes(worker()) == told
 
 
 @pytest.mark.parametrize(
@@ -144,26 +175,28 @@ def test_free_memory_without_nvml_is_unknown(nvml: Nvml, fails: str) -> None:
 def test_context_is_what_was_taken_before_the_snapshot(
     nvml: Nvml, monkeypatch: pytest.MonkeyPatch, taken: int, after_snapshot: int, counted: int
 ) -> None:
-    before = own_context.free_by_device()
+    before = own_context.look()
     nvml.free[1] -= taken
     nvml.free[0] -= 7 * GIB  # another device
     now = nvml.free[1] - 3 * MIB  # by the driver, which counts a little differently
     monkeypatch.setattr(measure, "free_bytes", lambda device: now)
-    asked = worker(free_at_snapshot=now + after_snapshot)
-    assert own_context.bytes_before_snapshot(asked, before, own_context.free_by_device()) == counted
-    assert own_context.bytes_before_snapshot(asked, {}, before) == 0
-    assert own_context.bytes_before_snapshot(asked, before, {0: 1}) == 0
+    after = own_context.free_by_device()
+    counts = lambda before, after: own_context.bytes_before_snapshot(  # noqa: E731
+        worker(now + after_snapshot, before), after
+    )
+    assert counts(before, after) == counted
+    assert counts(own_context.Before(), after) == 0
+    assert counts(before, {0: 1}) == 0
 
 
 @pytest.mark.gpu
 def test_driver_counts_what_a_pool_commits_and_gives_back() -> None:
     torch.zeros(1, device="cuda")
-    asked = types.SimpleNamespace(device=torch.device("cuda:0"))
-    before = own_context.process_bytes(asked)
-    if before is None:
+    asked = types.SimpleNamespace(device=torch.device("cuda:0"), _ekv_before=own_context.look())
+    if not any(asked._ekv_before.held.values()):
         pytest.skip("NVML does not tell of this process")
     pool, _view = make_pool("cuda", num_layers=8, num_blocks=1024, block_bytes=256 * 1024)  # 2 GiB
     pool.commit(1024)
-    assert own_context.process_bytes(asked) - before == pytest.approx(pool.physical_bytes, abs=4 * MIB)
+    assert own_context.process_bytes(asked) == pytest.approx(pool.physical_bytes, abs=4 * MIB)
     pool.shrink(0)
-    assert own_context.process_bytes(asked) == pytest.approx(before, abs=4 * MIB)
+    assert own_context.process_bytes(asked) == pytest.approx(0, abs=4 * MIB)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from vllm_integration.config import Options
 
@@ -56,6 +57,36 @@ def test_flex_attention_is_named(vllm_config: Any, monkeypatch: pytest.MonkeyPat
     worker = types.SimpleNamespace(device=types.SimpleNamespace(type="cpu"), vllm_config=vllm_config)
     monkeypatch.setattr("allocator.probe", lambda device: types.SimpleNamespace(available=True))
     assert "FLEX_ATTENTION" in (worker_checks.worker_reason(worker, Options()) or "")
+
+
+@pytest.mark.parametrize(
+    ("backend", "uncached", "fraction", "named"),
+    [
+        ("native", "", 1.0, None),
+        ("cudaMallocAsync", "", 1.0, "cudaMallocAsync has no memory pools"),
+        ("native", "1", 1.0, "without its cache (PYTORCH_NO_CUDA_MEMORY_CACHING)"),
+        ("native", "", 0.8, "may take 0.8 of cuda:0"),
+    ],
+)
+def test_allocators_of_pytorch_that_have_no_room_for_addresses_are_named(
+    vllm_config: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    uncached: str,
+    fraction: float,
+    named: str | None,
+) -> None:
+    from vllm_integration import worker_checks
+
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fraction, raising=False)
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", uncached)
+    monkeypatch.setattr(worker_checks, "_backend_reason", lambda config: None)
+    found = types.SimpleNamespace(available=True, handle_kind="fd")
+    monkeypatch.setattr("allocator.probe", lambda device: found)
+    worker = types.SimpleNamespace(device=torch.device("cuda", 0), vllm_config=vllm_config)
+    reason = worker_checks.worker_reason(worker, Options())
+    assert reason is None if named is None else named in (reason or "")
 
 
 def test_other_devices_are_named(vllm_config: Any) -> None:

@@ -31,7 +31,7 @@ def uncounted_bytes(cache: WorkerCache, worker: Any) -> int:
         return cache.context_bytes
     taken = cache.initial_free_bytes - cache.profile_free_bytes
     # Of a neighbour that came meanwhile no more than this is taken for ours.
-    return max(cache.context_bytes, min(taken - measure.own_bytes(worker.device), own_context.MOST_BYTES))
+    return max(cache.context_bytes, min(taken - _pytorch_bytes(worker), own_context.MOST_BYTES))
 
 
 def budget_now(cache: WorkerCache, worker: Any, free: int, committed: int) -> tuple[int, int]:
@@ -64,5 +64,11 @@ def _own_bytes(cache: WorkerCache, worker: Any, committed: int) -> int:
     """Return what this process is known to hold beside the `committed` bytes of its pool."""
     counted = own_context.process_bytes(worker) if worker.device.type == "cuda" else None
     if counted is None:
-        return measure.own_bytes(worker.device) + cache.uncounted_bytes
+        return _pytorch_bytes(worker) + cache.uncounted_bytes
     return counted - committed
+
+
+def _pytorch_bytes(worker: Any) -> int:
+    """Return what PyTorch took since the worker began, on a CPU what this process holds in all."""
+    before = worker._ekv_before.by_pytorch.get(worker.device.index or 0, 0)
+    return measure.own_bytes(worker.device) - (before if worker.device.type == "cuda" else 0)

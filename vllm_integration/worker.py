@@ -51,19 +51,20 @@ class ExtensibleWorker(SleepingWorker):
 
     _ekv: WorkerCache | None = None
     _ekv_asked = False
+    _ekv_before = own_context.Before()
     _ekv_context_bytes = 0
 
     # From here on, what vLLM calls.
 
     def init_device(self: Any) -> None:
         """Take the device as vLLM does, and note what the process took before vLLM's first reading."""
-        before = own_context.free_by_device()
+        self._ekv_before = own_context.look()
         with share_is_no_condition(self):
             super().init_device()
         self._ekv_context_bytes = 0
-        if before and self.device.type == "cuda":
+        if self._ekv_before.free and self.device.type == "cuda":
             after = own_context.free_by_device()
-            self._ekv_context_bytes = own_context.bytes_before_snapshot(self, before, after)
+            self._ekv_context_bytes = own_context.bytes_before_snapshot(self, after)
 
     def determine_available_memory(self: Any) -> int:
         """Profile as vLLM does, without capturing graphs only to estimate them."""

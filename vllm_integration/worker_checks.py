@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,17 @@ def worker_reason(worker: Any, options: Options) -> str | None:
     found = probe(device)
     if not found.available:
         return f"virtual memory is unavailable on {device}: {found.reason}"
-    return _backend_reason(worker.vllm_config) or (
-        None
-        if options.host_staged_transfers
-        else staging_reason(worker.vllm_config, found.handle_kind, _has_rdma())
+    return (
+        _allocator_reason(device)
+        or _backend_reason(worker.vllm_config)
+        or _staging_reason(worker, options, found.handle_kind)
     )
+
+
+def _staging_reason(worker: Any, options: Options, handle_kind: str) -> str | None:
+    if options.host_staged_transfers:
+        return None
+    return staging_reason(worker.vllm_config, handle_kind, _has_rdma())
 
 
 def layout_reason(worker: Any, kv_cache_config: Any) -> str | None:
@@ -131,6 +138,26 @@ def _has_rdma() -> bool:
         return any(path.name.startswith("uverbs") for path in RDMA_DEVICES.iterdir())
     except OSError:
         return False
+
+
+def _allocator_reason(device: Any) -> str | None:
+    """Return why PyTorch's allocator cannot keep a pool's addresses apart from memory, or None."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    from allocator.settings import UNCACHED
+    from allocator.torch_routing import current_allocator
+
+    if current_allocator() == "cudaMallocAsync":
+        return "PyTorch's allocator backend cudaMallocAsync has no memory pools"
+    uncached = next((name for name in UNCACHED if os.environ.get(name)), None)
+    if uncached is not None:
+        return f"PyTorch has no memory pools without its cache ({uncached})"
+    limit = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    if limit is not None and (fraction := limit(device)) < 1:
+        return f"PyTorch may take {fraction} of {device} in this process, and counts addresses as memory"
+    return None
 
 
 def _backend_reason(vllm_config: Any) -> str | None:
