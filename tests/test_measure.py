@@ -119,3 +119,30 @@ def test_settling_gives_back_what_only_a_cycle_holds() -> None:
         assert died() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("several", [False, True], ids=["0.29 to 0.32", "0.33"])
+def test_what_cumem_gave_back_behind_pytorch_is_not_held(
+    monkeypatch: pytest.MonkeyPatch, several: bool
+) -> None:
+    """vLLM's own class, with pools that are made up."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    class Pool:
+        def __init__(self, *addresses: int) -> None:
+            self.addresses = addresses
+
+        def snapshot(self) -> list[dict[str, int]]:
+            return [{"address": address, "total_size": address * MIB} for address in self.addresses]
+
+    pairs = {"weights": (Pool(20, 40, 80), None), "kv_cache": (Pool(4), None)}
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1000 * MIB)
+    monkeypatch.setattr("allocator.reserved_bytes", lambda device: 300 * MIB)
+    device = types.SimpleNamespace(type="cuda")
+    assert measure.own_bytes(device) == 700 * MIB
+    cumem = object.__new__(CuMemAllocator)
+    cumem.allocator_and_pools = {tag: [pair] if several else pair for tag, pair in pairs.items()}
+    cumem.pointer_to_data = {20: None, 80: None, 4: None}
+    monkeypatch.setattr(CuMemAllocator, "instance", cumem)
+    assert measure.own_bytes(device) == 660 * MIB

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -58,18 +59,37 @@ def free_bytes(device: Any) -> int:
 def own_bytes(device: Any) -> int:
     """Return what this process is known to hold: the least that can count against its budget.
 
-    On a GPU these are the bytes that PyTorch's allocators hold, less the addresses that it takes for memory;
-    on a CPU the resident memory that is not shared, which leaves out what the host driver backs.
+    On a GPU these are the bytes that PyTorch's allocators hold, less those that it only takes for memory; on
+    a CPU the resident memory that is not shared, which leaves out what the host driver backs.
     """
     if device.type == "cuda":
         import torch
 
         from allocator import reserved_bytes
 
-        return int(torch.cuda.memory_reserved(device)) - reserved_bytes(device)
+        return int(torch.cuda.memory_reserved(device)) - reserved_bytes(device) - _trimmed_bytes()
     with open("/proc/self/status", encoding="ascii") as status:
         sizes = dict(line.split(":", 1) for line in status)
     return sum(int(sizes[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))
+
+
+def _trimmed_bytes() -> int:
+    """Return what PyTorch counts as held although vLLM's cumem allocator has given it back to the driver.
+
+    Source: vLLM 0.29.0 to 0.33.0, device_allocator/cumem.py: unused segments of its pools are unmapped there,
+    and PyTorch is not told.
+    """
+    module = sys.modules.get("vllm.device_allocator.cumem")
+    cumem = getattr(getattr(module, "CuMemAllocator", None), "instance", None)
+    if cumem is None:
+        return 0
+    pools = []
+    for (
+        entry
+    ) in cumem.allocator_and_pools.values():  # a pair of pool and allocator, since 0.33 a list of such
+        pools += [pair[0] for pair in entry] if isinstance(entry, list) else [entry[0]]
+    segments = (segment for pool in pools for segment in pool.snapshot())
+    return sum(s["total_size"] for s in segments if s["address"] not in cumem.pointer_to_data)
 
 
 def model_bytes(worker: Any) -> int:
