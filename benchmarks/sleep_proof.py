@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engines import GIB, run_engine, truth
+from engines import GIB, budget_left, run_engine, truth, used_note
 
 from allocator import results
 
+# After the naps: as wide as the scheduler goes, beside what the naps may have left of PyTorch's cache.
+LOAD = {"do": "load", "num_prompts": 300, "prompt_tokens": 2000, "max_tokens": 16}
 OPTION = {"extensible_kv_cache": {"sleep_backup": "cpu"}}
 # While asleep the flag may hold this much more than vLLM: the driver's own bookkeeping of addresses.
 ALLOWED_GIB = 0.25
@@ -23,8 +25,9 @@ def sleep_records(base: dict[str, Any], log: Path, prompts: list[list[int]]) -> 
         {"do": "rpc", "method": "reload_weights"},
         {"do": "wake_up", "tags": ["kv_cache"]},
     ]
-    steps = [generate, nap, wake, generate, *reload, generate]
-    alone = [*steps[:4], {"do": "sleep", "level": 2}, wake, generate]
+    wide = [LOAD, {"do": "figures"}]
+    steps = [generate, nap, wake, generate, *reload, generate, *wide]
+    alone = [*steps[:4], {"do": "sleep", "level": 2}, wake, generate, *wide]
     both = {**base, "enable_sleep_mode": True, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
     runs = {
         "stock": run_engine(both, steps, {}, False, log),
@@ -46,6 +49,17 @@ def sleep_records(base: dict[str, Any], log: Path, prompts: list[list[int]]) -> 
         flag, stock = first[f"{name}flag"], first[f"{name}stock"]
         yield truth(f"sleep_{name}flag_output_as_stock", bool(flag) and flag == stock)
     yield truth("sleep_fp8_output_is_another", first["fp8_flag"] != first["flag"])
+    for name in ("flag", "alone", "fp8_flag"):
+        if not runs[name]["error"]:
+            left = budget_left(runs[name])
+            yield results.record(
+                f"sleep_{name}_budget_left_gib",
+                left,
+                "GiB",
+                limit=0,
+                better="higher",
+                note=f"after the naps {LOAD}; {used_note(runs[name])}",
+            )
     yield from _memory(runs)
     yield from _hits(both, log, prompts)
 

@@ -189,6 +189,7 @@ def test_sleep_tells_of_every_engine_what_it_came_to(monkeypatch: pytest.MonkeyP
     """The engine with the flag fails at its second sleep, and the last one does not start."""
     output = [{"tokens": [1], "logprobs": [], "cached_tokens": 0}]
     fp8 = [{**output[0], "tokens": [2]}]
+    loaded = [{"seconds": 1.0}, {"device_total_bytes": 10 << 30}]
     asleep = {"physical_bytes": 0, "device_free_bytes": 3 << 30, "bases": [7]}
     awake = {"physical_bytes": 1 << 30, "device_free_bytes": 2 << 30, "bases": [7], "error": None}
     whole = [output, asleep, awake, output, asleep, asleep, [None], awake, output]
@@ -197,9 +198,9 @@ def test_sleep_tells_of_every_engine_what_it_came_to(monkeypatch: pytest.MonkeyP
         [
             {"error": None, "results": whole},
             {"error": died, "results": whole[:4]},
-            {"error": None, "results": whole[:4]},
+            {"error": None, "results": [*whole[:4], *loaded], "use": {"peak_bytes": 8 << 30}},
             {"error": None, "results": [fp8, *whole[1:3], fp8]},
-            {"error": None, "results": [fp8, *whole[1:3], output]},
+            {"error": None, "results": [fp8, *whole[1:3], output, *loaded], "use": {"peak_bytes": 10 << 30}},
             {"error": {"type": "exit", "text": "1"}, "results": []},
         ]
     )
@@ -208,6 +209,7 @@ def test_sleep_tells_of_every_engine_what_it_came_to(monkeypatch: pytest.MonkeyP
     assert [name for name, passed in found.items() if not passed] == [
         "sleep_flag_ran_all_steps",
         "sleep_fp8_flag_output_identical_after_each_nap",
+        "sleep_fp8_flag_budget_left_gib",
         "sleep_backup_starts",
     ]
     assert found["sleep_flag_output_identical_after_each_nap"] and found["sleep_level_1_device_gains_gib"]
