@@ -1,6 +1,7 @@
 """What the tests share: what this machine can run, one small model, engines in their own processes."""
 
 import functools
+import gc
 import importlib.util
 import json
 import os
@@ -51,6 +52,22 @@ def unchanged_environment() -> Iterator[None]:
             del os.environ[name]
         elif os.environ.get(name) != before[name]:
             os.environ[name] = before[name]
+
+
+@pytest.fixture
+def host_budget() -> Iterator[Any]:
+    """Set how much more than now the host driver may hold, in bytes; None: no limit."""
+    from allocator import memory_info
+    from allocator.shim import lib
+
+    def allow(more_bytes: int | None) -> None:
+        gc.collect()  # what tests before this one left in cycles would go later, and make room
+        lib.ekv_host_configure(0, 1 << 40)
+        used = (1 << 40) - memory_info("cpu")[0]
+        lib.ekv_host_configure(0, 0 if more_bytes is None else used + more_bytes)
+
+    yield allow
+    lib.ekv_host_configure(0, 0)
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,18 @@ class Budget:
         if rank is None or rank == self.rank:  # type: ignore[attr-defined]
             lib.ekv_host_configure(0, num_bytes)
 
+    def refuse_to_sleep(self, rank: int) -> None:
+        """Have the next sleep fail on `rank`, after vLLM's own part."""
+        from vllm_integration import worker_connectors
+
+        def failing() -> None:
+            worker_connectors.give_up_memory = give_up_memory
+            raise RuntimeError("the connector does not let go")
+
+        give_up_memory = worker_connectors.give_up_memory
+        if rank == self.rank:  # type: ignore[attr-defined]
+            worker_connectors.give_up_memory = failing
+
     def memfd_bytes(self) -> int:
         """Return what the files hold that back the host driver's chunks, as the kernel counts it."""
         total = 0

@@ -1,6 +1,7 @@
 """Steps for `engine_runner.py` that put an engine in this process to sleep.
 
 {"do": "sleep", "level": n, "mode": m}, {"do": "wake_up", "tags": [...]}, {"do": "release_kv_cache"}
+{"do": "sleep_in_vain"}: a sleep that is to fail
 {"do": "cached", "prompts": [token ids]}: generate, and tell how many tokens came from the prefix cache
 {"do": "nap_in_flight", "prompt": [...], "after": n, "mode": m}: sleep and wake in the middle of a request
 {"do": "budget", "bytes": n}: what the host driver may hold in this process; 0: no limit
@@ -8,6 +9,7 @@
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from sleep_extension import Budget
@@ -23,10 +25,18 @@ def sleep(llm: Any, level: int = 1, mode: str = "abort") -> dict[str, Any]:
     return _state(llm)
 
 
+def sleep_in_vain(llm: Any) -> dict[str, Any]:
+    return _attempt(llm, llm.sleep)
+
+
 def wake_up(llm: Any, tags: list[str] | None = None) -> dict[str, Any]:
+    return _attempt(llm, lambda: llm.wake_up(tags))
+
+
+def _attempt(llm: Any, call: Callable[[], Any]) -> dict[str, Any]:
     error = None
     try:
-        llm.wake_up(tags)
+        call()
     except Exception as failure:
         error = {"type": type(failure).__name__, "text": str(failure)}
     return {**_state(llm), "error": error}
@@ -115,6 +125,7 @@ def _settled_free_bytes(seconds: float = 3.0) -> int:
 
 STEPS = {
     "sleep": sleep,
+    "sleep_in_vain": sleep_in_vain,
     "wake_up": wake_up,
     "release_kv_cache": release_kv_cache,
     "cached": cached,

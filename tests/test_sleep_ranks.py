@@ -2,7 +2,6 @@
 
 import gc
 import os
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 from pools import MIB, assert_filled, fill, make_pool
 from sleep_extension import Budget
 
-from allocator import PoolOutOfMemoryError, memory_info
-from allocator.shim import lib
+from allocator import PoolOutOfMemoryError
 from vllm_integration import worker_connectors
 from vllm_integration.sleep import (
     EngineSleep,
@@ -128,20 +126,6 @@ def make_core(backup: str | None) -> Core:
     return core
 
 
-@pytest.fixture
-def host_budget() -> Iterator[Any]:
-    """Set how much more than now the host driver may hold, in bytes; None: no limit."""
-
-    def allow(more_bytes: int | None) -> None:
-        gc.collect()  # what tests before this one left in cycles would go later, and make room
-        lib.ekv_host_configure(0, 1 << 40)
-        used = (1 << 40) - memory_info("cpu")[0]
-        lib.ekv_host_configure(0, 0 if more_bytes is None else used + more_bytes)
-
-    yield allow
-    lib.ekv_host_configure(0, 0)
-
-
 def committed(core: Core) -> list[int]:
     return [worker.pool.committed_blocks for worker in core.model_executor.workers]
 
@@ -207,15 +191,6 @@ def test_vllms_own_wake_up_that_fails_puts_the_cache_back_to_sleep(core: Core) -
     core.model_executor.wake_up()
     assert committed(core) == [48, 48]
     assert_filled(first.view, 1, 12)
-
-
-def test_vllms_own_sleep_that_fails_leaves_the_cache_awake(core: Core) -> None:
-    first = core.model_executor.workers[0]
-    first.fails = True
-    with pytest.raises(RuntimeError, match="vLLM's own part failed"):
-        core.sleep(1)
-    assert committed(core)[0] == 48
-    assert_filled(first.view, 0, 48)
 
 
 def test_one_rank_that_cannot_keep_its_content_makes_all_lose_it(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pools import fill, make_pool
+from pools import assert_filled, fill, make_pool
 
 pytestmark = pytest.mark.vllm
 
@@ -92,3 +92,27 @@ def test_scales_are_back_when_the_cache_is(worker: Any, level: int, tags: tuple[
         model.weight.fill_(1)
         assert pool.committed_blocks == 40
         assert not worker.view[:, :40].any()
+
+
+def test_neighbour_that_takes_memory_meanwhile_does_not_fail_the_sleep(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM reads what the device has free before and after its own part, which may free nothing."""
+    free = iter([1 << 30, (1 << 30) - (2 << 20)])
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (next(free), 1 << 31))
+    worker.sleep(1)
+    assert next(free, None) is None
+    assert worker._ekv.pool.physical_bytes == 0
+    worker.wake_up(None)
+    assert worker._ekv.pool.committed_blocks == 40
+
+
+def test_other_assertions_of_vllms_sleep_fail_it(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def suspend(level: int) -> None:
+        raise AssertionError("in the pool of the weights")
+
+    monkeypatch.setattr(worker._sleep_mode_backend, "suspend", suspend)
+    with pytest.raises(AssertionError, match="in the pool of the weights"):
+        worker.sleep(1)
+    assert worker._ekv.pool.committed_blocks == 40
+    assert_filled(worker.view, 0, 40)

@@ -164,11 +164,16 @@ def test_log_tells_of_memory_and_content(engine: dict[str, Any]) -> None:
     assert "sleep mode is not supported on CPU" not in engine["log"]
 
 
-def test_two_ranks_wake_together_or_not_at_all(run_engine: Run) -> None:
-    """Rank 1 lacks memory at first: rank 0 gives back what it took, and both wake the next time."""
+def test_two_ranks_sleep_and_wake_together_or_not_at_all(run_engine: Run) -> None:
+    """Rank 1 lacks memory at first: rank 0 gives back what it took, and both wake the next time.
+
+    Then rank 0 cannot sleep: rank 1 wakes again, and no answer of its is left for the calls that follow.
+    """
     lack = {"do": "rpc", "method": "set_host_budget", "args": [16 << 20, 1]}
     plenty = {"do": "rpc", "method": "set_host_budget", "args": [0]}
+    refuse = {"do": "rpc", "method": "refuse_to_sleep", "args": [0]}
     steps = [*SINGLES, SLEEP, lack, WAKE, WAKE | {"tags": ["kv_cache"]}, plenty, WAKE, *SINGLES]
+    steps += [refuse, {"do": "sleep_in_vain"}, WAKE, *SINGLES, SLEEP, WAKE, *SINGLES]
     llm = SIZED | {
         "kv_cache_memory_bytes": 64 << 20,
         "tensor_parallel_size": 2,
@@ -178,7 +183,8 @@ def test_two_ranks_wake_together_or_not_at_all(run_engine: Run) -> None:
     env = OTHER_PROCESS | {"PYTHONPATH": str(Path(__file__).parent)}
     answer = run_engine(llm, [dict(step) for step in steps], env)
     assert answer["error"] is None, answer["log"][-6000:]
-    asleep, _, failed, failed_again, _, awake = answer["results"][2:8]
+    results = answer["results"]
+    asleep, _, failed, failed_again, _, awake = results[2:8]
     for state in (asleep, failed, failed_again):
         assert state["sleeping"]
         assert state["physical_bytes_of_ranks"] == [0, 0]
@@ -187,4 +193,12 @@ def test_two_ranks_wake_together_or_not_at_all(run_engine: Run) -> None:
     assert awake["error"] is None
     assert not awake["sleeping"]
     assert min(awake["physical_bytes_of_ranks"]) >= 60 << 20
-    assert answer["results"][8:] == answer["results"][:2]
+    refused, resumed = results[11:13]
+    assert "rank 0: RuntimeError: the connector does not let go" in refused["error"]["text"]
+    assert refused["sleeping"]  # the scheduler is paused
+    assert not resumed["sleeping"]
+    for state in (refused, resumed):
+        assert state["physical_bytes_of_ranks"] == awake["physical_bytes_of_ranks"]
+    assert results[15]["physical_bytes_of_ranks"] == [0, 0]
+    for first in (8, 13, 17):
+        assert results[first : first + 2] == results[:2]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_integration import connectors, sleep_host
+from vllm_integration import connectors, sleep_failure, sleep_host
 from vllm_integration.log import format_bytes, logger
 
 __all__ = [
@@ -81,9 +81,7 @@ def wrap_sleep(original: Any) -> Any:
     @functools.wraps(original)
     def sleep(self: Any, level: int = 1) -> Any:
         mine = _of(self)
-        if mine is not None:
-            mine.before_sleep(level)
-        return original(self, level)
+        return original(self, level) if mine is None else mine.sleep(functools.partial(original, self), level)
 
     return sleep
 
@@ -107,9 +105,11 @@ def wrap_wake_up(original: Any) -> Any:
     @functools.wraps(original)
     def wake_up(self: Any, tags: list[str] | None = None) -> Any:
         mine = _of(self)
-        if mine is not None:
-            mine.before_wake_up(tags)
-        return original(self, tags)
+        if mine is None:
+            return original(self, tags)
+        mine.before_wake_up(tags)
+        with sleep_failure.answered(self):
+            return original(self, tags)
 
     return wake_up
 
@@ -140,17 +140,55 @@ class EngineSleep:
         if busy is not None:
             raise RuntimeError(f"the engine cannot sleep: {busy}")
 
-    def before_sleep(self, level: int) -> None:
+    def sleep(self, original: Any, level: int) -> Any:
+        """Put all ranks to sleep with vLLM's `original`, or raise what it raises with all of them awake."""
+        kept = self.before_sleep(level)
+        try:
+            with sleep_failure.answered(self.executor):
+                return original(level)
+        except Exception as error:
+            self._undo_sleep(level, kept, error)
+            raise
+
+    def _undo_sleep(self, level: int, kept: bool, error: Exception) -> None:
+        """Wake every rank again; where that is impossible, raise with the whole engine counting as asleep."""
+        awake = sleep_failure.TAGS - self.executor.sleeping_tags
+        if not awake:
+            return  # it slept before
+        with sleep_failure.counted_as_asleep(self.executor):
+            if sleep_failure.loses_weights(getattr(self.core, "vllm_config", None), level):
+                raise RuntimeError(
+                    f"{error}. Other ranks may have dropped their weights, so the engine counts as asleep: "
+                    f"wake it up as after any sleep of level {level}"
+                ) from error
+            try:
+                if not kept and TAG in awake:
+                    self.core._reset_caches()
+                if TAG in awake:
+                    self._back_all()
+                with sleep_failure.answered(self.executor):
+                    tags = None if awake == sleep_failure.TAGS else sorted(awake)
+                    self.executor.collective_rpc("wake_up", args=(tags,))
+                if TAG in awake:
+                    self.executor.collective_rpc("ekv_forget")  # a rank that never came to its sleep
+            except Exception as second:
+                raise RuntimeError(
+                    f"{error}. The ranks could not be woken again either, so the engine counts as asleep "
+                    f"and can be woken once that works: {second}"
+                ) from error
+
+    def before_sleep(self, level: int) -> bool:
         """Have the workers keep what is cached; when one cannot, none does, and the hashes are reset.
 
         Before that their KV connectors must be idle, or RuntimeError is raised and nothing has changed.
+        Returns whether they keep it.
         """
         self.check_idle()
         if not self.keeps(level) or self.executor.sleeping_tags:
-            return  # where any part is asleep, a cache that is awake stays so
+            return False  # where any part is asleep, a cache that is awake stays so
         failed = self._save(self._cached_blocks())
         if failed is None:
-            return
+            return True
         self.executor.collective_rpc("ekv_forget")
         self.core._reset_caches()
         logger.warning(
@@ -158,6 +196,7 @@ class EngineSleep:
             failed["rank"],
             failed["error"],
         )
+        return False
 
     def _save(self, blocks: list[int]) -> dict[str, Any] | None:
         """Have every rank keep `blocks`; return the answer of one that cannot, or whose host cannot."""
@@ -173,12 +212,14 @@ class EngineSleep:
 
     def before_wake_up(self, tags: list[str] | None) -> None:
         """Back the cache on every rank, or raise with all of them asleep as before."""
-        from allocator.errors import PoolOutOfMemoryError
-
         asleep = self.executor.sleeping_tags
         wanted = asleep if tags is None else tags
-        if TAG not in wanted or not asleep.issuperset(wanted):
-            return
+        if TAG in wanted and asleep.issuperset(wanted):
+            self._back_all()
+
+    def _back_all(self) -> None:
+        from allocator.errors import PoolOutOfMemoryError
+
         answers = self.executor.collective_rpc("ekv_wake")
         failed = _failed(answers)
         if failed is not None:

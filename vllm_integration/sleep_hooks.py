@@ -68,6 +68,7 @@ SLEEP_RELIED_ON = (
         Target(CORE, f"{name}.pause_scheduler", ("mode", "clear_cache"), "called by sleep on the same thread")
         for name in ("EngineCore", "EngineCoreProc")
     ),
+    Target(EXECUTOR, "Executor.collective_rpc", ("method",), "called by sleep and wake_up on the instance"),
     Target(CORE, "EngineCore._reset_caches", (), "what becomes of the content when it cannot be kept"),
     Target(SCHEDULER, "Scheduler.reset_prefix_cache", (), "preempts, then asks the manager"),
     Target(MANAGER, "KVCacheManager.reset_prefix_cache", (), "left out while hashes are kept"),

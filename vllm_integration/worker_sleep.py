@@ -6,16 +6,18 @@ go its way; otherwise, and on a CPU, where vLLM has none, only the KV cache slee
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from vllm_integration import sleep_host, worker_connectors
+from vllm_integration import sleep_failure, sleep_host, worker_connectors
 from vllm_integration.log import format_bytes, logger
 from vllm_integration.step_memory import StepMemory
 
 __all__ = ["Nap", "SleepingWorker"]
 
 TAG = "kv_cache"
+READING = "Memory usage increased after sleeping."
 CPU_WORKER = "vllm.v1.worker.cpu_worker"
 
 
@@ -50,8 +52,8 @@ class Nap:
         """Give the memory back; a second time changes nothing."""
         num_bytes = self.pool.physical_bytes
         self.held = []
+        self.state = "asleep"  # also when this fails halfway
         self.pool.release_physical()
-        self.state = "asleep"
         if num_bytes:
             kept = f", {format_bytes(self.backup.num_bytes)} kept in host memory" if self.backup else ""
             logger.info(
@@ -120,11 +122,13 @@ class SleepingWorker:
         if level != 1:
             nap.drop()  # the weights may be others afterwards
         try:
-            _unless_unsupported(super().sleep)(level)
+            with _whatever_others_took():
+                _unless_unsupported(super().sleep)(level)
+            worker_connectors.give_up_memory()
         except BaseException:
-            nap.drop()
+            if nap.state == "awake":
+                nap.drop()
             raise
-        worker_connectors.give_up_memory()
         nap.release()
 
     def wake_up(self: Any, tags: list[str] | None = None) -> None:
@@ -174,6 +178,14 @@ class SleepingWorker:
         """Keep the content of `blocks` over the sleep that follows; the answer says whether it worked."""
         return self._ekv_answer(lambda nap: nap.save(blocks))
 
+    def ekv_sleep(self: Any, level: int = 1) -> sleep_failure.Outcome:
+        """Do what `sleep` does, and answer."""
+        return sleep_failure.attempt(self.rank, lambda: self.sleep(level))
+
+    def ekv_wake_up(self: Any, tags: list[str] | None = None) -> sleep_failure.Outcome:
+        """Do what `wake_up` does, and answer."""
+        return sleep_failure.attempt(self.rank, lambda: self.wake_up(tags))
+
     def ekv_forget(self: Any) -> dict[str, Any]:
         """Undo `ekv_save`."""
         return self._ekv_answer(lambda nap: nap.drop())
@@ -204,6 +216,23 @@ class SleepingWorker:
         if self._ekv_nap is None or self._ekv_nap.pool is not cache.pool:
             self._ekv_nap = Nap(cache.pool, self.rank, cache.step_memory)
         return self._ekv_nap
+
+
+@contextmanager
+def _whatever_others_took() -> Iterator[None]:
+    """Go on when vLLM's sleep is done and only finds less of the device's memory free than before.
+
+    It reads that before the cache gives its memory back, and processes beside this one count.
+    """
+    try:
+        yield
+    except AssertionError as error:
+        if str(error) != READING:
+            raise
+        logger.warning(
+            "Extensible KV cache: less of the device's memory was free after vLLM's part of the sleep than "
+            "before, so a process beside this one took some. The cache gives its own back now."
+        )
 
 
 def _unless_unsupported(method: Callable[..., None]) -> Callable[..., None]:
