@@ -88,6 +88,12 @@ def test_wake_up_gives_pytorch_what_it_kept_for_the_widest_step(awake: Worker, l
         assert awake.modelled.free_bytes(None) == MARGIN
 
 
+def test_wake_up_of_a_worker_that_did_not_sleep_leaves_the_widest_step_its_memory(awake: Worker) -> None:
+    """As where its own sleep failed, and the engine wakes all."""
+    awake.wake_up()
+    assert awake.modelled.kept == STEP
+
+
 @pytest.mark.parametrize("order", [["weights", "kv_cache"], ["kv_cache", "weights"]])
 def test_wake_up_in_parts_leaves_the_widest_step_its_memory(awake: Worker, order: list[str]) -> None:
     awake.sleep(1)

@@ -139,7 +139,7 @@ class SleepingWorker:
         mine = tags is None or TAG in tags
         if mine:
             nap.wake()
-        elif nap.state == "awake":
+        if nap.state == "awake":
             nap.hold()  # vLLM empties PyTorch's cache now
         try:
             _unless_unsupported(super().wake_up)(tags)
