@@ -133,10 +133,33 @@ def test_report_is_written_whole(tmp_path: Path, engine: int, name: str) -> None
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-@pytest.mark.parametrize("name", ["missing/start.json", "file/start.json", "a\0b", "x" * 300, "/"])
+@pytest.mark.parametrize("engine", [0, 1])
+def test_report_makes_the_folder_it_is_written_to(tmp_path: Path, engine: int) -> None:
+    folder = tmp_path / "missing" / "too"
+    for blocks in (7, 8):  # the folder may be there as well
+        report.write({"engine": engine, "blocks": blocks}, str(folder / "start.json"))
+        (written,) = folder.iterdir()
+        assert json.loads(written.read_text()) == {"engine": engine, "blocks": blocks}
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("file/start.json", "Not a directory"),
+        ("file/missing/start.json", "Not a directory"),
+        ("a\0b", "null byte"),
+        ("x" * 300, "File name too long"),
+        ("/", ""),
+    ],
+)
 @pytest.mark.parametrize("engine", [0, 1])
 def test_report_that_cannot_be_written_is_only_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str, engine: int
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    why: str,
+    engine: int,
 ) -> None:
     import logging
 
@@ -144,7 +167,8 @@ def test_report_that_cannot_be_written_is_only_a_warning(
     (tmp_path / "file").write_text("")
     path = name if name == "/" else f"{tmp_path}/{name}"
     report.write({"engine": engine}, path)
-    assert f"the report could not be written to {path!r}" in caplog.text
+    assert f"the report could not be written to {path!r}: " in caplog.text
+    assert why in caplog.text
     assert [found.name for found in tmp_path.iterdir()] == ["file"]
 
 

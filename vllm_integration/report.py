@@ -98,11 +98,13 @@ def path_for(path: str, engine: int) -> Path:
 
 
 def write(report: Mapping[str, Any], path: str) -> None:
-    """Write `report` as JSON, whole or not at all; a file that cannot be written is only worth a warning."""
+    """Write `report` as JSON, whole or not at all, and make its folder; failing is only worth a warning."""
     unfinished = None
     try:
         target = path_for(path, report["engine"])
         unfinished = target.with_name(f"{target.name}.{os.getpid()}.part")
+        with suppress(FileExistsError):  # a file where the folder should be: writing says it better
+            target.parent.mkdir(parents=True, exist_ok=True)
         unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         unfinished.replace(target)
     except (OSError, ValueError) as error:  # a path may have no name, or a zero byte
