@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 from rich.table import Table
@@ -83,28 +83,28 @@ def doctor(device: str | None, as_json: bool, no_vllm: bool) -> None:
 
 
 @cli.command("map")
-@click.argument("snapshot", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("snapshot", type=click.File(encoding="utf-8"))
 @click.option(
     "--output", type=click.Path(dir_okay=False, path_type=Path), help="Draw it into this PNG or SVG."
 )
 @click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Of an engine's workers.")
-def map_command(snapshot: Path, output: Path | None, rank: int) -> None:
+def map_command(snapshot: TextIO, output: Path | None, rank: int) -> None:
     """Show where the memory of a pool lies.
 
     SNAPSHOT is what json.dump(pool.snapshot(), file) wrote, the report of an engine (option "report"), or
-    what its server answers to a /collective_rpc of ekv_snapshot.
+    what its server answers to a /collective_rpc of ekv_snapshot. "-" is standard input.
     """
     if output is not None and output.suffix not in (".png", ".svg"):
         raise click.BadParameter(f"{output.name} ends neither in .png nor in .svg", param_hint="--output")
     try:
-        data = json.loads(snapshot.read_text(encoding="utf-8"))
+        data = json.load(snapshot)
     except ValueError as error:
-        raise click.ClickException(f"{snapshot} is not JSON: {error}") from None
+        raise click.ClickException(f"{snapshot.name} is not JSON: {error}") from None
     try:
         data = snapshot_in(data, rank)
         rows, summary = rows_of(data), summary_of(data)
     except PoolValueError as error:
-        raise click.ClickException(f"{snapshot}: {error}") from None
+        raise click.ClickException(f"{snapshot.name}: {error}") from None
     console = results.wide_console()
     console.print(summary, highlight=False)
     console.print(_map_table(rows))

@@ -150,6 +150,24 @@ def test_map_snapshot_shows_each_kind_of_segment(snapshot_path: Path) -> None:
     assert bars and all(18 <= bar.count("█") <= 22 for bar in bars)
 
 
+def test_map_of_a_dash_reads_standard_input(snapshot_path: Path) -> None:
+    program = [sys.executable, "-m", "allocator.cli", "map"]
+    text = snapshot_path.read_text()
+    named, piped, cut = (
+        subprocess.run([*program, path], input=given, capture_output=True, text=True, cwd=REPOSITORY)
+        for path, given in ((str(snapshot_path), ""), ("-", text), ("-", text[:-1]))
+    )
+    assert piped.returncode == 0, piped.stderr
+    assert piped.stdout == named.stdout and "8 of 16 blocks committed" in piped.stdout
+    assert cut.returncode == 1 and cut.stderr.startswith("Error: <stdin> is not JSON: ")
+
+
+@pytest.mark.parametrize("kind", ["folder", "missing"])
+def test_map_of_what_cannot_be_read_is_refused(tmp_path: Path, kind: str) -> None:
+    done = run_cli("map", str(tmp_path / kind) if kind == "missing" else str(tmp_path))
+    assert done.exit_code == 2 and f"'{tmp_path}" in done.output
+
+
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_map_output_draws_a_picture(snapshot_path: Path, suffix: str) -> None:
     picture = snapshot_path.with_suffix(suffix)

@@ -1,7 +1,9 @@
 """`vllm serve` with the flag, over HTTP: what its user sees, next to a server without the flag."""
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -186,6 +188,18 @@ def test_report_of_running_server_is_drawn_as_map(server: Server, tmp_path: Path
         assert done.returncode == 0, done.stderr
         assert f"{report['blocks']:,} of " in done.stdout
         assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the example is of curl")
+def test_readme_pipe_draws_the_map_of_a_running_server(server: Server) -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^curl .*\| extensible-kv map -$", readme, re.M)
+    example, addresses = re.subn("localhost:8000", server.url, example)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = os.environ | {"PATH": path}
+    done = subprocess.run(example, shell=True, env=env, capture_output=True, text=True, timeout=60)
+    assert (addresses, done.returncode) == (1, 0), done.stderr
+    assert f"{_snapshot(server)['committed_blocks']:,} of " in done.stdout
 
 
 def test_metrics_usage_returns_to_zero_after_requests(server: Server) -> None:
