@@ -30,3 +30,10 @@ def test_readme_names_make_targets_that_exist() -> None:
     named = set(re.findall(r"\bmake ([a-z][a-z-]*)\b", README))
     assert named >= {"demo", "test", "gpu-test"}
     assert named <= set(re.findall(r"^([a-z-]+):", makefile, re.M))
+
+
+def test_readme_names_commands_that_exist_and_leaves_out_none_but_the_demo() -> None:
+    from allocator.cli import cli
+
+    named = set(re.findall(r"\bextensible-kv ([a-z]+)\b", README))
+    assert named | {"demo"} == set(cli.commands)
