@@ -181,7 +181,10 @@ def test_no_rank_with_room_for_a_request_names_both_numbers(ranks: Callable[...,
     from vllm_integration.final_size import settle
 
     some = ranks([4, 50])
-    with pytest.raises(SizingError, match="needs 5 blocks of the extensible KV cache, 4 fit: of 100.0 MiB"):
+    with pytest.raises(
+        SizingError,
+        match="needs 5 blocks of the extensible KV cache, 655360 bytes on rank 0; 4 fit: of 100.0 MiB",
+    ):
         settle(some, some.config)
     assert "ekv_commit" not in some.calls
     assert some.committed() == [2, 2]
@@ -277,7 +280,8 @@ def test_explanation_leaves_an_override_as_it_was(ranks: Callable[..., Ranks]) -
     cache_config.num_gpu_blocks_override = 3
     error = explain(some, ValueError("Too small."))
     assert str(error).startswith("Too small. One request of max_model_len 512 needs 5 blocks")
-    assert "num_gpu_blocks_override allows 3" in str(error)
+    assert "num_gpu_blocks_override allows 3 blocks: raise it, or lower max_model_len" in str(error)
+    assert f"needs 5 blocks of the extensible KV cache, {5 * 131072} bytes on rank 0; " in str(error)
     assert cache_config.num_gpu_blocks_override == 3
 
 

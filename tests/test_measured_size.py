@@ -253,6 +253,21 @@ def test_case_9_memory_that_pytorch_counts_and_has_not_is_left_to_the_driver(
     assert expected(graphs=GIB) == started.blocks() < expected()
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_final_size_below_the_prefix_holds_no_more_than_it_needs(
+    start: Callable[..., Started], has_sinks: bool
+) -> None:
+    """Both blocks of the prefix are in one chunk, which goes back whole; what sinks need stays."""
+    started = start()
+    pool, cache = started.device.pool, started.cache
+    cache.has_sinks = has_sinks
+    started.flat[:BLOCK] = 7
+    assert cache.commit(started.worker, 1)["error"] is None
+    assert pool.committed_blocks == 1
+    assert pool.physical_bytes == (2 * BLOCK if has_sinks else BLOCK)
+    assert set(started.flat[:BLOCK].tolist()) == ({7} if has_sinks else {0})
+
+
 @pytest.mark.parametrize("nvml_tells", [False, True])
 def test_what_the_process_held_before_is_not_this_engines(
     start: Callable[..., Started], nvml_tells: bool

@@ -25,6 +25,7 @@ def measured(**changes: Any) -> dict[str, Any]:
         "weights_bytes": 300 * MIB,
         "warm_up_bytes": 20 * MIB,
         "widest_step_bytes": 100 * MIB,
+        "widest_step_ran": True,
         "used_bytes": 470 * MIB,
         "margin_bytes": 30 * MIB,
         "set_aside_bytes": 0,
@@ -102,20 +103,26 @@ def test_log_names_what_the_table_divides(
     figures |= {"prefix_blocks": 1, "prefix_bytes": MIB}
     rank = {"rank": 0, "measured": figures, "table": start_table(figures, kv)}
     rank |= {"physical_bytes": kv, "commit_seconds": 0.5}
+    asked_for = "kv_cache_memory_bytes" if explicit else None
     with caplog.at_level("INFO", logger=report.logger.name):
         report.logger.addHandler(caplog.handler)
         try:
-            report.tell({"blocks": 9, "tokens": 144, "seconds": 1.5, "ranks": [rank]})
+            report.tell({"blocks": 9, "tokens": 144, "seconds": 1.5, "ranks": [rank], "asked_for": asked_for})
         finally:
             report.logger.removeHandler(caplog.handler)
     assert told in caplog.text
+    tail = "kv_cache_memory_bytes asked for that" if explicit else "without it the profile allowed 550 blocks"
+    assert f"in 0.500 s; {tail}. Ready after 1.50 s." in caplog.text
 
 
 def test_table_of_explicit_size_leaves_out_what_vllm_did_not_profile() -> None:
     rows = {row["part"]: row for row in start_table(measured(explicit=True), 700 * MIB)}
     assert "unused" not in rows
     assert rows["other"]["stock_bytes"] is rows["widest step"]["stock_bytes"] is None
-    assert rows["margin"]["measured_bytes"] == 0
+    assert rows["margin"]["measured_bytes"] is None
+    assert rows["widest step"]["measured_bytes"] == 100 * MIB
+    rows = {r["part"]: r for r in start_table(measured(explicit=True, widest_step_ran=False), 700 * MIB)}
+    assert rows["widest step"]["measured_bytes"] is None  # a CPU's, which nobody runs for such a size
 
 
 def test_table_lines_are_aligned() -> None:

@@ -1,6 +1,7 @@
 """The switch: three ways in, kept through command lines, copies and process boundaries; and bad input."""
 
 import argparse
+import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -136,6 +137,32 @@ def test_bad_option_is_refused_by_name(
     )
     with pytest.raises(ValueError, match=named):
         args.create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (False, "enable_extensible_kv_cache is set, and .*=False switches it off: drop one"),
+        ({"enabled": False, "margin_bytes": 1}, "'margin_bytes': 1} switches it off: drop one"),
+        ({"enabled": "yes"}, "enabled must be true or false"),
+        ("yes", "must be true, false or a dictionary of options, got 'yes'"),
+    ],
+)
+def test_flag_beside_a_switch_that_is_off_or_none_is_refused(
+    args_class: Any, tiny_model_path: Path, value: Any, named: str
+) -> None:
+    words = ["--model", str(tiny_model_path), *SIZES, "--enable-extensible-kv-cache"]
+    words += ["--additional-config", json.dumps({"extensible_kv_cache": value})]
+    with pytest.raises(ValueError, match=named):
+        parse(args_class, *words).create_engine_config()
+
+
+@pytest.mark.parametrize("value", [True, {"margin_bytes": 1}, {"enabled": True}])
+def test_flag_that_says_no_goes_over_the_switch(args_class: Any, tiny_model_path: Path, value: Any) -> None:
+    words = ["--model", str(tiny_model_path), *SIZES, "--no-enable-extensible-kv-cache"]
+    words += ["--additional-config", json.dumps({"extensible_kv_cache": value})]
+    config = parse(args_class, *words).create_engine_config()
+    assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
 
 
 @pytest.mark.parametrize("value", [False, None, {"enabled": False, "margin_bytes": 1}])

@@ -17,6 +17,7 @@ __all__ = ["DEFAULT_MARGIN_BYTES", "SWITCH", "Options", "options_of", "switch", 
 
 SWITCH = "extensible_kv_cache"
 DEFAULT_MARGIN_BYTES = 150 << 20
+_NOT_A_SWITCH = f"additional_config[{SWITCH!r}] must be true, false or a dictionary of options, got {{!r}}"
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,7 @@ def options_of(vllm_config: Any) -> Options | None:
     if value is True:
         return Options()
     if not isinstance(value, Mapping):
-        raise ValueError(
-            f"additional_config[{SWITCH!r}] must be true, false or a dictionary of options, got {value!r}"
-        )
+        raise ValueError(_NOT_A_SWITCH.format(value))
     known = [field.name for field in fields(Options)]
     unknown = sorted(set(value) - set(known))
     if unknown:
@@ -95,13 +94,23 @@ def options_of(vllm_config: Any) -> Options | None:
 
 
 def switched(additional: Any, on: bool) -> dict[str, Any]:
-    """Return a copy of the dictionary `additional` with the switch set to `on`; options in it stay."""
+    """Return a copy of the dictionary `additional` with the switch set to `on`; options in it stay.
+
+    Off goes over anything. Raises `ValueError` where on meets a switch that is off, or is none.
+    """
     if additional is not None and not isinstance(additional, Mapping):
         raise ValueError(f"additional_config must be a dictionary to carry {SWITCH!r}, got {additional!r}")
     result = dict(additional or {})
     options = result.get(SWITCH)
+    if on and (options is False or (isinstance(options, Mapping) and options.get("enabled") is False)):
+        raise ValueError(
+            f"enable_{SWITCH} is set, and additional_config[{SWITCH!r}]={options!r} switches it off: drop one"
+        )
+    if options is not None and not isinstance(options, bool | Mapping):
+        raise ValueError(_NOT_A_SWITCH.format(options))
     if isinstance(options, Mapping):
-        result[SWITCH] = {**options, "enabled": on}
+        if isinstance(options.get("enabled", on), bool):  # else it stays, to be refused by its name
+            result[SWITCH] = {**options, "enabled": on}
     else:
         result[SWITCH] = on
     return result

@@ -61,29 +61,33 @@ def explain(sizing: Any, error: ValueError) -> ValueError:
         cache_config.num_gpu_blocks_override = None
         enormous = sizing.plan_again([1 << 50] * len(sizing.proposals))
         needed = required_blocks(sizing.vllm_config, enormous[0])
+        size = max((tensor.size for tensor in enormous[0].kv_cache_tensors), default=0)
+        needed_bytes = size // enormous[0].num_blocks * needed
     except (ValueError, ArithmeticError):
         return error
     finally:
         cache_config.num_gpu_blocks_override = override
     return SizingError(
         f"{error} One request of max_model_len {model_config.max_model_len} needs {needed} blocks of the "
-        f"extensible KV cache, {_offered(sizing, override)}."
+        f"extensible KV cache, {needed_bytes} bytes on rank 0; {_offered(sizing, override)}."
     )
 
 
 def _offered(sizing: Any, override: int | None) -> str:
     if override is not None:
-        return f"num_gpu_blocks_override allows {override}"
+        return f"num_gpu_blocks_override allows {override} blocks: raise it, or lower max_model_len"
     measured = getattr(sizing, "measured", None)
     if not measured:
         least = min(sizing.proposals, key=lambda proposal: proposal["upper_bytes"])
-        what = "are what kv_cache_memory_bytes gives it" if least["explicit"] else "are there for it"
-        return f"{least['upper_bytes']} bytes {what}"
+        if least["explicit"]:
+            given = f"{least['upper_bytes']} bytes are what kv_cache_memory_bytes gives it"
+            return f"{given}: raise it, or lower max_model_len"
+        return f"{least['upper_bytes']} bytes are there for it"
     least = min((m for m in measured if m["blocks"] is not None), key=lambda m: m["blocks"])
     return (
         f"{least['blocks']} fit: of {format_bytes(least['requested_bytes'])} requested, "
         f"{format_bytes(least['used_bytes'])} are in use on rank {least['rank']} after warm-up and the "
-        f"widest step, and {format_bytes(least['margin_bytes'])} are the margin"
+        f"widest step, and {format_bytes(least['margin_bytes'])} are the margin (margin_bytes)"
     )
 
 

@@ -39,16 +39,22 @@ def build(sizing: Any, config: Any, sizes: Any, seconds: float) -> dict[str, Any
     -------
     dict
         ``kind``, ``engine`` (its index in data parallelism), ``blocks`` and ``tokens`` (the final size),
-        ``max_model_len``, ``seconds``, and ``ranks``: what each worker that has a cache answers to
-        `ekv_report`.
+        ``max_model_len``, ``seconds``, ``asked_for`` (the setting that gave the size, or None), and
+        ``ranks``: what each worker that has a cache answers to `ekv_report`.
     """
     vllm_config = sizing.vllm_config
+    asked_for = None
+    if vllm_config.cache_config.num_gpu_blocks_override is not None:
+        asked_for = "num_gpu_blocks_override"
+    elif any(proposal["explicit"] for proposal in sizing.proposals):
+        asked_for = "kv_cache_memory_bytes"
     return {
         "kind": KIND,
         "engine": getattr(sizing.core, "engine_index", 0),
         "blocks": sizes.blocks,
         "tokens": vllm_config.cache_config.kv_cache_size_tokens or 0,
         "max_model_len": vllm_config.model_config.max_model_len,
+        "asked_for": asked_for,
         "seconds": seconds,
         "ranks": [rank for rank in sizing.rpc("ekv_report") if rank is not None],
     }
@@ -73,20 +79,22 @@ def tell(report: Mapping[str, Any]) -> None:
     # With an explicit size the requested memory is no limit: the table is of what is held.
     logger.info(
         "Extensible KV cache: where %s%s go on rank %d, graphs measured and not estimated:\n%s",
-        format_bytes(sum(row["measured_bytes"] for row in rank["table"])),
+        format_bytes(sum(row["measured_bytes"] or 0 for row in rank["table"])),
         " held with the cache's size as asked for" if m["explicit"] else " requested",
         m["rank"],
         "\n".join(format_table(rank["table"])),
     )
     logger.info(
         "Extensible KV cache: %d blocks (%s tokens) committed, %s on each of %d ranks, in %.3f s; "
-        "without it the profile allowed %d blocks. Ready after %.2f s.",
+        "%s. Ready after %.2f s.",
         report["blocks"],
         f"{report['tokens']:,}",
         format_bytes(rank["physical_bytes"]),
         len(ranks),
         max(r["commit_seconds"] for r in ranks),
-        (m["stock_bytes"] or 0) // m["bytes_per_block"],
+        f"{asked_for} asked for that"
+        if (asked_for := report["asked_for"])
+        else f"without it the profile allowed {(m['stock_bytes'] or 0) // m['bytes_per_block']} blocks",
         report["seconds"],
     )
 

@@ -15,7 +15,7 @@ from vllm_integration import allocation, fallback, measure, own_context, worker_
 from vllm_integration.config import Options
 from vllm_integration.explicit_size import share_is_no_condition
 from vllm_integration.log import logger
-from vllm_integration.prefix import warmup_blocks
+from vllm_integration.prefix import layer_specs, warmup_blocks
 from vllm_integration.worker_sleep import SleepingWorker
 from vllm_integration.worker_state import WorkerCache
 
@@ -204,6 +204,7 @@ class ExtensibleWorker(SleepingWorker):
             with extensible_kv_pool(self.device, **settings) as pool:
                 caches = original(*args, **kwargs)
             cache.adopt(pool, plan.num_blocks, size)
+            cache.has_sinks = any(getattr(spec, "sink_len", None) for spec in layer_specs(plan))
             cache.num_views = allocation.bind_views(pool, caches, plan.num_blocks)
         cache.commit_prefix(prefix_blocks)
         return caches

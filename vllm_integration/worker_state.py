@@ -32,6 +32,7 @@ class WorkerCache:
         self.connector: worker_connectors.Deferred | None = None  # until the real one is made
         self.num_views = 0
         self.prefix_blocks = 0
+        self.has_sinks = False  # whether warm-up wrote blocks that are read for good
         self.bytes_per_block = 0
         self.stock_bytes: int | None = None
         self.stock_error: AssertionError | None = None
@@ -140,7 +141,8 @@ class WorkerCache:
         with self.stage("measure"):
             measure.settle(device)
             warm_free = measure.free_bytes(device)
-            if not (device.type == "cpu" and self.explicit):
+            runs = not (device.type == "cpu" and self.explicit)
+            if runs:
                 run_widest_step(worker, pool.committed_blocks)
             free = measure.free_bytes(device)
         self.step_memory = StepMemory(device)
@@ -168,6 +170,7 @@ class WorkerCache:
             "context_bytes": self.context_bytes,
             "warm_up_bytes": self.profile_free_bytes - warm_free - committed,
             "widest_step_bytes": warm_free - free,
+            "widest_step_ran": runs,
             "stock_bytes": self.stock_bytes,
             "stock_peak_activation_bytes": self.peak_activation_bytes,
             "weights_bytes": measure.model_bytes(worker),
@@ -210,6 +213,8 @@ class WorkerCache:
         What PyTorch's cache holds is the widest step's memory, and the cache must not grow into it.
         """
         if not self.registered:
+            if num_blocks < self.pool.committed_blocks:
+                self._shorten(num_blocks)
             return self.pool.commit(num_blocks, may_empty_cache=False)
         # Nothing of warm-up's is needed any more, and its memory is: there may be no room beside it.
         self.pool.shrink(0)
@@ -220,6 +225,12 @@ class WorkerCache:
             self.pool.shrink(0)
             self.pool.commit(self.prefix_blocks, may_empty_cache=False)
             raise
+
+    def _shorten(self, num_blocks: int) -> None:
+        """Give back what the prefix has beyond `num_blocks`, which keep their content where it is needed."""
+        self.pool.shrink(num_blocks)
+        if self.pool.physical_bytes > self.pool.bytes_for(num_blocks) and not self.has_sinks:
+            self.pool.shrink(0)  # whole chunks go back, and smaller ones follow
 
     def connect(self, worker: Any, num_blocks: int) -> None:
         """Make this worker's KV connector over the committed blocks."""
