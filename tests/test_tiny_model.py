@@ -2,10 +2,12 @@
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
 
+from tests.pools import run_python
 from vllm_integration.tiny_model import NUM_BYTES, SHAPES, make_tiny_model
 
 
@@ -42,6 +44,16 @@ def test_tokenizer_round_trips_any_text_and_gives_each_id_its_own_word(tiny_mode
     assert tokenizer.get_vocab_size() == SHAPES["tiny"].vocab
     words = {tokenizer.decode([i]) for i in range(NUM_BYTES + 4, SHAPES["tiny"].vocab)}
     assert len(words) == SHAPES["tiny"].vocab - NUM_BYTES - 4
+
+
+def test_help_describes_every_argument() -> None:
+    done = run_python(
+        "import sys; sys.argv[1:] = ['-h']; from vllm_integration import tiny_model as t; t.main()"
+    )
+    assert done.returncode == 0, done.stderr
+    for argument in ("path", "{qwen3-0.6b,tiny}", "--seed SEED"):
+        assert re.search(rf"^  {re.escape(argument)}\s+\w+ \w+", done.stdout, re.M), done.stdout
+    assert done.stdout.count("default: ") == 2
 
 
 @pytest.mark.vllm
