@@ -22,6 +22,8 @@ def test_demo_on_this_machine_ends_with_table_and_pictures(
     command += ["--max-tokens", "8", "--num-prompts", "2", "--max-model-len", "256"]
     done = subprocess.run(command, env=engine_env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (headers,) = re.findall(r"^┃ (stage .*) ┃$", done.stdout, re.M)
+    assert len(headers.split("┃")) == 5 and all(map(str.strip, headers.split("┃")))
     rows = re.findall(r"^│ (\S+)\s+│\s+([\d,]+) │\s+([\d,]+) │\s+\S+ \S+ │\s+([\d.]+) │$", done.stdout, re.M)
     assert [row[0] for row in rows] == [*STAGES, "generate"]
     blocks, sizes = ([int(row[i].replace(",", "")) for row in rows] for i in (1, 2))

@@ -138,7 +138,7 @@ def _show(
         title=f"KV cache on {device} ({driver} driver), {snapshot['capacity_blocks']:,} blocks reserved"
     )
     table.add_column("stage")
-    for column in ("committed blocks", "physical bytes", "", "seconds"):
+    for column in ("committed blocks", "physical bytes", "rounded", "seconds"):
         table.add_column(column, justify="right")
     for stage in stages:
         table.add_row(
