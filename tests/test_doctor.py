@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -87,11 +88,14 @@ def test_doctor_names_the_handle_kind_that_was_really_obtained_and_why_not_a_bet
     stub.option("fabric_code", 0)
     assert of(diagnose_stub(), "shareable handles") == ("fabric", "ok", "")
     stub.option("fabric_code", 800)
-    kind, level, advice = of(diagnose_stub(), "shareable handles")
-    assert (kind, level) == ("fd+rdma", "ok") and "(800)" in advice
-    stub.option("rdma_code", 801)
-    kind, level, advice = of(diagnose_stub(), "shareable handles")
-    assert (kind, level) == ("fd", "ok") and "(800)" in advice and "(801)" in advice
+    for expected, codes in (("fd+rdma", ["800"]), ("fd", ["800", "801"])):
+        diagnosis = diagnose_stub()
+        kind, level, advice = of(diagnosis, "shareable handles")
+        assert (kind, level) == (expected, "ok")
+        # An error code beside a check mark would alarm: it is for machines.
+        assert "fabric handles" in advice and "--json" in advice and "(80" not in advice
+        assert re.findall(r"\((80\d)\)", diagnosis.as_dict()["probe"]["handle_reason"]) == codes
+        stub.option("rdma_code", 801)
 
 
 @ON_STUB
@@ -191,6 +195,12 @@ main(["doctor", "--json", "--no-vllm", "--device", "cuda"])
     assert done.returncode == 1, done.stderr
     report = json.loads(done.stdout)
     assert [f["name"] for f in report["findings"] if f["level"] == "problem"] == ["PyTorch's allocator"]
+
+
+def test_doctor_on_the_host_shares_by_descriptor_and_has_nothing_to_add() -> None:
+    diagnosis = doctor.diagnose("cpu", with_vllm=False)
+    assert of(diagnosis, "shareable handles") == ("fd", "ok", "")
+    assert "EOPNOTSUPP (95)" in diagnosis.as_dict()["probe"]["handle_reason"]
 
 
 def test_doctor_reports_limits_and_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
