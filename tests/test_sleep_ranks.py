@@ -9,7 +9,7 @@ import pytest
 from pools import MIB, assert_filled, fill, make_pool
 from sleep_extension import Budget
 
-from allocator import PoolOutOfMemoryError
+from allocator import DriverError, PoolOutOfMemoryError
 from vllm_integration import worker_connectors
 from vllm_integration.sleep import (
     EngineSleep,
@@ -22,6 +22,7 @@ from vllm_integration.sleep import (
 from vllm_integration.worker_sleep import SleepingWorker
 
 NUM_BLOCKS, BLOCK_BYTES = 64, MIB // 8
+WHAT_TO_DO = "; free memory on that device and wake the engine up again"
 
 
 class StockWorker:
@@ -168,8 +169,9 @@ def test_one_rank_out_of_memory_leaves_all_asleep_and_the_next_wake_up_works(
 ) -> None:  # cases 19 and 31
     core.sleep(1)
     host_budget(8 * MIB)  # enough for one of the ranks
+    told = f"^rank 1 could not take its KV cache's memory again, .* asleep: .*{WHAT_TO_DO}$"
     for tags in (None, ["kv_cache"], None):
-        with pytest.raises(PoolOutOfMemoryError, match="rank 1 could not take its KV cache's memory again"):
+        with pytest.raises(PoolOutOfMemoryError, match=told):
             core.model_executor.wake_up(tags)
         assert committed(core) == [0, 0]
         assert core.model_executor.sleeping_tags == {"weights", "kv_cache"}
@@ -178,6 +180,22 @@ def test_one_rank_out_of_memory_leaves_all_asleep_and_the_next_wake_up_works(
     assert committed(core) == [48, 48]
     for worker in core.model_executor.workers:
         assert_filled(worker.view, 1, 12)
+
+
+def test_wake_up_that_fails_otherwise_does_not_ask_for_memory(
+    core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**options: Any) -> None:
+        raise DriverError("cuda: cuMemMap failed")
+
+    core.sleep(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(core.model_executor.workers[1].pool, "recommit", fail)
+        with pytest.raises(PoolOutOfMemoryError, match="asleep: cuda: cuMemMap failed$"):
+            core.model_executor.wake_up()
+    assert committed(core) == [0, 0]
+    core.model_executor.wake_up()
+    assert committed(core) == [48, 48]
 
 
 def test_vllms_own_wake_up_that_fails_puts_the_cache_back_to_sleep(core: Core) -> None:

@@ -131,10 +131,9 @@ def test_content_that_is_gone_is_computed_again(engine: dict[str, Any], name: st
 def test_wake_up_out_of_memory_says_so_and_stays_asleep(engine: dict[str, Any]) -> None:
     for name in ("no memory", "no memory again"):
         assert engine[name]["error"]["type"] == "PoolOutOfMemoryError"
-        assert (
-            "rank 0 could not take its KV cache's memory again, so the engine stays asleep"
-            in (engine[name]["error"]["text"])
-        )
+        text = engine[name]["error"]["text"]
+        assert "rank 0 could not take its KV cache's memory again, so the engine stays asleep" in text
+        assert text.endswith("; free memory on that device and wake the engine up again")
     assert engine["memory again"]["error"] is None
 
 

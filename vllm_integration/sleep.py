@@ -224,9 +224,10 @@ class EngineSleep:
         failed = _failed(answers)
         if failed is not None:
             self.executor.collective_rpc("ekv_sleep_again")
+            advice = "; free memory on that device and wake the engine up again" if failed["short"] else ""
             raise PoolOutOfMemoryError(
                 f"rank {failed['rank']} could not take its KV cache's memory again, so the engine stays "
-                f"asleep: {failed['error']}"
+                f"asleep: {failed['error']}{advice}"
             )
 
     def _cached_blocks(self) -> list[int]:

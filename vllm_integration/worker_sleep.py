@@ -201,13 +201,13 @@ class SleepingWorker:
     def _ekv_answer(self: Any, step: Callable[[Nap], Any]) -> dict[str, Any]:
         from allocator.errors import EkvError
 
-        nap, error, value = self._ekv_current_nap(), None, None
+        nap, error, value, short = self._ekv_current_nap(), None, None, False
         if nap is not None:
             try:
                 value = step(nap)
             except (EkvError, MemoryError) as failure:
-                error = str(failure)
-        return {"rank": self.rank, "error": error, "value": value}
+                error, short = str(failure), isinstance(failure, MemoryError)
+        return {"rank": self.rank, "error": error, "value": value, "short": short}
 
     def _ekv_current_nap(self: Any) -> Nap | None:
         cache = self._ekv
