@@ -1,7 +1,7 @@
 """Steps for `engine_runner.py` that put an engine in this process to sleep.
 
 {"do": "sleep", "level": n, "mode": m}, {"do": "wake_up", "tags": [...]}, {"do": "release_kv_cache"}
-{"do": "sleep_in_vain"}: a sleep that is to fail
+{"do": "sleep_in_vain"}, {"do": "release_in_vain"}: a sleep or a release that is to fail
 {"do": "cached", "prompts": [token ids]}: generate, and tell how many tokens came from the prefix cache
 {"do": "nap_in_flight", "prompt": [...], "after": n, "mode": m}: sleep and wake in the middle of a request
 {"do": "budget", "bytes": n}: what the host driver may hold in this process; 0: no limit
@@ -27,6 +27,11 @@ def sleep(llm: Any, level: int = 1, mode: str = "abort") -> dict[str, Any]:
 
 def sleep_in_vain(llm: Any) -> dict[str, Any]:
     return _attempt(llm, llm.sleep)
+
+
+def release_in_vain(llm: Any) -> dict[str, Any]:
+    llm.sleep(level=0)
+    return _attempt(llm, llm.release_kv_cache_memory)
 
 
 def wake_up(llm: Any, tags: list[str] | None = None) -> dict[str, Any]:
@@ -126,6 +131,7 @@ def _settled_free_bytes(seconds: float = 3.0) -> int:
 STEPS = {
     "sleep": sleep,
     "sleep_in_vain": sleep_in_vain,
+    "release_in_vain": release_in_vain,
     "wake_up": wake_up,
     "release_kv_cache": release_kv_cache,
     "cached": cached,

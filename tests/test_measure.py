@@ -122,7 +122,7 @@ def test_settling_gives_back_what_only_a_cycle_holds() -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("several", [False, True], ids=["0.29 to 0.32", "0.33"])
+@pytest.mark.parametrize("several", [False, True], ids=["0.29 to 0.31", "0.32 and 0.33"])
 def test_what_cumem_gave_back_behind_pytorch_is_not_held(
     monkeypatch: pytest.MonkeyPatch, several: bool
 ) -> None:

@@ -106,9 +106,10 @@ def test_process_bytes_leave_out_what_it_held_before(nvml: Nvml) -> None:
 
 
 def test_pytorchs_own_count_is_read_once_its_cache_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = [9 * GIB, 4 * GIB]
+    held = [9 * GIB, 4 * GIB, 0]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: held[index])
     monkeypatch.setattr(measure, "settle", lambda device: held.__setitem__(device.index, device.index * GIB))
     monkeypatch.setattr(measure, "own_bytes", lambda device: held[device.index])
     assert own_context.look().by_pytorch == {0: 0, 1: GIB}

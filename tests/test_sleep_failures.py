@@ -189,3 +189,46 @@ def test_other_process_and_wrong_answer_are_errors(core: Core, answer: Any) -> N
     with pytest.raises(RuntimeError, match="^rank 1: OSError: gone$" if answer else "a worker answered None"):
         core.sleep(1)
     check_awake(core)
+
+
+def test_failed_discard_is_told_once_all_have_answered(core: Core) -> None:
+    """vLLM counts the tags as gone, so that the next wake-up is for all."""
+    refusing, other = core.model_executor.workers
+    refusing.fails = True
+    with pytest.raises(RuntimeError, match=OWN):
+        core.model_executor.discard(("kv_cache",))
+    assert [call for call, _ in other.calls] == ["discard ('kv_cache',)"]
+    assert committed(core) == [48, 0]
+    refusing.fails = False
+    core.model_executor.wake_up()
+    assert committed(core) == [48, 48]
+    assert core.model_executor.sleeping_tags == set()
+
+
+def test_wake_up_that_fails_for_another_reason_leaves_all_asleep(
+    core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core.sleep(1)
+
+    def lost(pool: Any) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    nap_of_one = core.model_executor.workers[1]._ekv_nap
+    monkeypatch.setattr(nap_of_one.backup, "restore", lost)
+    with pytest.raises(RuntimeError, match="rank 1 could not .*: RuntimeError: CUDA error: unspecified"):
+        core.model_executor.wake_up()
+    assert committed(core) == [0, 0]
+    assert core.model_executor.sleeping_tags == BOTH
+    monkeypatch.undo()
+    core.model_executor.wake_up()
+    check_awake(core)
+
+
+def test_wrapper_that_was_on_the_executor_before_stays(core: Core) -> None:
+    executor, seen = core.model_executor, []
+    rpc = executor.collective_rpc
+    tracer = lambda method, args=(): seen.append(method) or rpc(method, args)  # noqa: E731
+    executor.collective_rpc = tracer
+    nap(core)
+    assert executor.collective_rpc is tracer
+    assert {"ekv_sleep", "ekv_wake_up"} <= set(seen)

@@ -153,6 +153,8 @@ def segments(monkeypatch: pytest.MonkeyPatch, *found: tuple[int, int, bool]) -> 
             "stream": stream,
             "total_size": size,
             "active_size": size // 2 if active else 0,
+            "is_expandable": False,
+            "blocks": [],
         }
         for stream, size, active in found
     ]
@@ -174,6 +176,22 @@ def test_only_what_is_missing_of_the_default_pool_is_taken(monkeypatch: pytest.M
     segments(monkeypatch, (0, 800, True), (0, 300, True))
     memory.take()
     assert sorted(taken) == [(0, 200), (0, 300), (5, 300)]
+
+
+def test_of_expandable_segments_the_free_blocks_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch has one such segment for all, weights included, and empties what is free in it."""
+    taken: list[tuple[int, int]] = []
+    monkeypatch.setattr(step_memory, "empty", lambda _, stream, size: taken.append((stream, size)))
+    segments(monkeypatch, (0, 900 * MIB, True))
+    (found,) = [s for s in torch.cuda.memory_snapshot() if s["device"] == 0 and s["active_size"]]
+    found["is_expandable"] = True
+    sizes = {"active_allocated": 500, "inactive": 300, "active_pending_free": 98}
+    found["blocks"] = [{"state": state, "size": size * MIB} for state, size in sizes.items()]
+    found["blocks"] += [{"state": "inactive", "size": 2 * MIB}]
+    memory = StepMemory(CUDA)
+    found["blocks"] = found["blocks"][:1]  # the cache was emptied
+    memory.take()
+    assert taken == [(0, 300 * MIB)]
 
 
 def test_other_allocators_and_the_cpu_have_no_such_memory(monkeypatch: pytest.MonkeyPatch) -> None:

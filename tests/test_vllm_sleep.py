@@ -166,13 +166,15 @@ def test_log_tells_of_memory_and_content(engine: dict[str, Any]) -> None:
 def test_two_ranks_sleep_and_wake_together_or_not_at_all(run_engine: Run) -> None:
     """Rank 1 lacks memory at first: rank 0 gives back what it took, and both wake the next time.
 
-    Then rank 0 cannot sleep: rank 1 wakes again, and no answer of its is left for the calls that follow.
+    Then rank 0 cannot sleep: rank 1 wakes again, and no answer of its is left for the calls that follow. The
+    same where rank 0 cannot let go of the cache alone.
     """
     lack = {"do": "rpc", "method": "set_host_budget", "args": [16 << 20, 1]}
     plenty = {"do": "rpc", "method": "set_host_budget", "args": [0]}
     refuse = {"do": "rpc", "method": "refuse_to_sleep", "args": [0]}
     steps = [*SINGLES, SLEEP, lack, WAKE, WAKE | {"tags": ["kv_cache"]}, plenty, WAKE, *SINGLES]
     steps += [refuse, {"do": "sleep_in_vain"}, WAKE, *SINGLES, SLEEP, WAKE, *SINGLES]
+    steps += [refuse, {"do": "release_in_vain"}, WAKE, *SINGLES]
     llm = SIZED | {
         "kv_cache_memory_bytes": 64 << 20,
         "tensor_parallel_size": 2,
@@ -199,5 +201,9 @@ def test_two_ranks_sleep_and_wake_together_or_not_at_all(run_engine: Run) -> Non
     for state in (refused, resumed):
         assert state["physical_bytes_of_ranks"] == awake["physical_bytes_of_ranks"]
     assert results[15]["physical_bytes_of_ranks"] == [0, 0]
-    for first in (8, 13, 17):
+    refused, resumed = results[20:22]
+    assert "rank 0: RuntimeError: the connector does not let go" in refused["error"]["text"]
+    assert resumed["error"] is None and not resumed["sleeping"]
+    assert resumed["physical_bytes_of_ranks"] == awake["physical_bytes_of_ranks"]
+    for first in (8, 13, 17, 22):
         assert results[first : first + 2] == results[:2]

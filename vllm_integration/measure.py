@@ -86,7 +86,7 @@ def _trimmed_bytes() -> int:
     pools = []
     for (
         entry
-    ) in cumem.allocator_and_pools.values():  # a pair of pool and allocator, since 0.33 a list of such
+    ) in cumem.allocator_and_pools.values():  # a pair of pool and allocator, since 0.32 a list of such
         pools += [pair[0] for pair in entry] if isinstance(entry, list) else [entry[0]]
     segments = (segment for pool in pools for segment in pool.snapshot())
     return sum(s["total_size"] for s in segments if s["address"] not in cumem.pointer_to_data)

@@ -34,7 +34,7 @@ class Before:
 
 
 def look() -> Before:
-    """Return what there is now. Makes no CUDA context; empties PyTorch's cache, as vLLM is about to."""
+    """Return what there is now. Empties PyTorch's cache, as vLLM is about to; makes no CUDA context."""
     import torch
 
     from vllm_integration import measure
@@ -42,6 +42,8 @@ def look() -> Before:
     by_pytorch = {}
     if torch.cuda.is_initialized():
         for index in range(torch.cuda.device_count()):
+            if not torch.cuda.memory_reserved(index):
+                continue  # to wait for a device would make a context on it
             measure.settle(torch.device("cuda", index))
             by_pytorch[index] = measure.own_bytes(torch.device("cuda", index))
     free = free_by_device()

@@ -92,9 +92,12 @@ def wrap_discard(original: Any) -> Any:
     @functools.wraps(original)
     def discard(self: Any, tags: tuple[str, ...]) -> Any:
         mine = _of(self)
-        if mine is not None and TAG in tags:
+        if mine is None:
+            return original(self, tags)
+        if TAG in tags:
             mine.check_idle()
-        return original(self, tags)
+        with sleep_failure.answered(self):
+            return original(self, tags)
 
     return discard
 

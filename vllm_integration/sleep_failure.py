@@ -14,7 +14,7 @@ from vllm_integration.log import logger
 
 __all__ = ["Outcome", "answered", "attempt", "counted_as_asleep", "loses_weights"]
 
-ANSWERING = {"sleep": "ekv_sleep", "wake_up": "ekv_wake_up"}
+ANSWERING = {"sleep": "ekv_sleep", "wake_up": "ekv_wake_up", "discard": "ekv_discard"}
 TAGS = frozenset({"weights", "kv_cache"})
 
 
@@ -40,12 +40,12 @@ def attempt(rank: int, step: Callable[[], Any]) -> Outcome:
 
 @contextmanager
 def answered(executor: Any) -> Iterator[None]:
-    """Have `executor`, inside the block, ask the workers to sleep or to wake up in the way that they answer.
+    """Have `executor`, inside the block, ask the workers for what `ANSWERING` names so that they answer.
 
     When all have answered, the first error is raised: itself where it was raised in this process, as a
     RuntimeError where it was not.
     """
-    rpc = executor.collective_rpc
+    rpc, own = executor.collective_rpc, vars(executor).get("collective_rpc")
 
     def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
         if method not in ANSWERING:
@@ -62,7 +62,10 @@ def answered(executor: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        del executor.collective_rpc
+        if own is None:
+            del executor.collective_rpc
+        else:
+            executor.collective_rpc = own  # somebody else's wrapper
 
 
 @contextmanager

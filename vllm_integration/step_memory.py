@@ -14,6 +14,7 @@ __all__ = ["StepMemory"]
 
 Sizes = Counter[tuple[int, int]]  # of PyTorch's segments: stream, bytes
 DEFAULT_POOL = (0, 0)
+SMALL_BYTES = 2 << 20
 
 
 class StepMemory:
@@ -45,7 +46,7 @@ class StepMemory:
 def large_segments(device: Any) -> tuple[Sizes, Sizes]:
     """Count the segments of PyTorch's default pool: those that no tensor lives in, and the others.
 
-    Small ones, of 2 MiB for tensors of up to 1 MiB, are left out.
+    Small ones, of 2 MiB for tensors of up to 1 MiB, are left out; of expandable ones the free blocks count.
     """
     kept: Sizes = Counter()
     used: Sizes = Counter()
@@ -60,7 +61,12 @@ def large_segments(device: Any) -> tuple[Sizes, Sizes]:
     for segment in torch.cuda.memory_snapshot():
         if segment["device"] != device.index or segment["segment_type"] != "large":
             continue
-        if tuple(segment["segment_pool_id"]) == DEFAULT_POOL:
+        if tuple(segment["segment_pool_id"]) != DEFAULT_POOL:
+            continue
+        if segment["is_expandable"]:  # one for everything, and emptied block by block
+            blocks = (b["size"] for b in segment["blocks"] if b["state"] == "inactive")
+            kept.update((segment["stream"], size) for size in blocks if size > SMALL_BYTES)
+        else:
             sizes = used if segment["active_size"] else kept
             sizes[segment["stream"], segment["total_size"]] += 1
     return kept, used

@@ -186,6 +186,10 @@ class SleepingWorker:
         """Do what `wake_up` does, and answer."""
         return sleep_failure.attempt(self.rank, lambda: self.wake_up(tags))
 
+    def ekv_discard(self: Any, tags: tuple[str, ...]) -> sleep_failure.Outcome:
+        """Do what `discard` does, and answer."""
+        return sleep_failure.attempt(self.rank, lambda: self.discard(tags))
+
     def ekv_forget(self: Any) -> dict[str, Any]:
         """Undo `ekv_save`."""
         return self._ekv_answer(lambda nap: nap.drop())
@@ -207,6 +211,9 @@ class SleepingWorker:
                 value = step(nap)
             except (EkvError, MemoryError) as failure:
                 error, short = str(failure), isinstance(failure, MemoryError)
+            except Exception as failure:  # unread, it would be taken for the answer to the next call
+                logger.exception("Extensible KV cache: rank %d failed.", self.rank)
+                error = f"{type(failure).__name__}: {failure}"
         return {"rank": self.rank, "error": error, "value": value, "short": short}
 
     def _ekv_current_nap(self: Any) -> Nap | None:

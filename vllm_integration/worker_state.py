@@ -213,9 +213,7 @@ class WorkerCache:
         What PyTorch's cache holds is the widest step's memory, and the cache must not grow into it.
         """
         if not self.registered:
-            if num_blocks < self.pool.committed_blocks:
-                self._shorten(num_blocks)
-            return self.pool.commit(num_blocks, may_empty_cache=False)
+            return self._back_or_shorten(num_blocks)
         # Nothing of warm-up's is needed any more, and its memory is: there may be no room beside it.
         self.pool.shrink(0)
         try:
@@ -226,11 +224,16 @@ class WorkerCache:
             self.pool.commit(self.prefix_blocks, may_empty_cache=False)
             raise
 
-    def _shorten(self, num_blocks: int) -> None:
-        """Give back what the prefix has beyond `num_blocks`, which keep their content where it is needed."""
-        self.pool.shrink(num_blocks)
-        if self.pool.physical_bytes > self.pool.bytes_for(num_blocks) and not self.has_sinks:
-            self.pool.shrink(0)  # whole chunks go back, and smaller ones follow
+    def _back_or_shorten(self, num_blocks: int) -> None:
+        if num_blocks < self.pool.committed_blocks:
+            self.pool.shrink(num_blocks)
+            if self.pool.physical_bytes > self.pool.bytes_for(num_blocks) and not self.has_sinks:
+                self.pool.shrink(0)  # whole chunks go back, and smaller ones follow
+        try:
+            self.pool.commit(num_blocks, may_empty_cache=False)
+        except BaseException:
+            self.pool.commit(self.prefix_blocks, may_empty_cache=False)
+            raise
 
     def connect(self, worker: Any, num_blocks: int) -> None:
         """Make this worker's KV connector over the committed blocks."""
