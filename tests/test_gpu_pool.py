@@ -114,8 +114,10 @@ def test_memory_of_the_widest_step_is_taken_again_and_serves_the_same_requests()
     assert torch.cuda.memory_reserved() == kept
     torch.cuda.empty_cache()
     filler = torch.empty(memory_info("cuda")[0] - 380 * MIB, dtype=torch.int8, device=device)
+    full = torch.cuda.memory_reserved()
     with pytest.raises(torch.OutOfMemoryError, match="the widest step needs"):
         memory.take()
+    assert torch.cuda.memory_reserved() == full  # a part of it was there, and went back
     del filler, weights
     torch.cuda.empty_cache()
 

@@ -4,8 +4,10 @@ vLLM's cumem empties PyTorch's cache when it sleeps and when it wakes up, also w
 keeps it when it discards (0.33.0, device_allocator/cumem.py).
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -176,6 +178,29 @@ def test_only_what_is_missing_of_the_default_pool_is_taken(monkeypatch: pytest.M
     segments(monkeypatch, (0, 800, True), (0, 300, True))
     memory.take()
     assert sorted(taken) == [(0, 200), (0, 300), (5, 300)]
+
+
+def test_memory_of_which_a_part_is_there_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    left: list[int] = []
+
+    class Tensor:
+        pass
+
+    def one_only(device: Any, stream: int, size: int) -> Tensor:
+        if alive:
+            raise MemoryError("CUDA out of memory")
+        tensor = Tensor()
+        alive.add(tensor)
+        return tensor
+
+    monkeypatch.setattr(step_memory, "empty", one_only)
+    monkeypatch.setattr(torch_routing, "empty_cache", lambda device: left.append(len(alive)))
+    segments(monkeypatch, (0, 300, False), (0, 200, False))
+    memory = StepMemory(CUDA)
+    with pytest.raises(PoolOutOfMemoryError, match="needs 500 bytes beside the KV cache.*CUDA out of memory"):
+        memory.take()
+    assert left == [0]  # nothing was held any more when PyTorch's cache was emptied
 
 
 def test_of_expandable_segments_the_free_blocks_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:

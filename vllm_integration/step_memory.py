@@ -31,16 +31,22 @@ class StepMemory:
         `PoolOutOfMemoryError`, and takes nothing then.
         """
         missing = self.kept - (large_segments(self.device)[1] - self.used)
-        num_bytes = sum(size for _, size in missing.elements())
+        taken: list[Any] = []
         try:
-            return [empty(self.device, stream, size) for stream, size in missing.elements()]
+            for stream, size in missing.elements():
+                taken.append(empty(self.device, stream, size))
         except MemoryError as error:
             from allocator.errors import PoolOutOfMemoryError
+            from allocator.torch_routing import empty_cache
 
+            taken.clear()
+            empty_cache(self.device)
+            num_bytes = sum(size for _, size in missing.elements())
             raise PoolOutOfMemoryError(
                 f"the widest step needs {num_bytes} bytes beside the KV cache, which are not free on "
                 f"{self.device}: {error}"
             ) from error
+        return taken
 
 
 def large_segments(device: Any) -> tuple[Sizes, Sizes]:
