@@ -513,23 +513,8 @@ def test_layers_of_several_sizes_are_too_much_for_simple_offload_of_old(
     assert layout_reason(vllm_config, "two sizes", "LBHNC", _transfer("NixlConnector")) is None
 
 
-@pytest.fixture
-def allow() -> Iterator[Callable[[int], None]]:
-    """Set how much more than now the host driver may hold, in bytes."""
-    from allocator import memory_info
-    from allocator.shim import lib
-
-    def more(num_bytes: int) -> None:
-        lib.ekv_host_configure(0, 1 << 40)
-        used = (1 << 40) - memory_info("cpu")[0]
-        lib.ekv_host_configure(0, used + num_bytes)
-
-    yield more
-    lib.ekv_host_configure(0, 0)
-
-
 def test_commit_in_one_piece_that_fails_leaves_the_prefix_and_works_with_less(
-    allow: Callable[[int], None],
+    host_budget: Callable[[int], None],
 ) -> None:
     """The prefix is given back first, so that what just fits does; a failure, or a roll-back, restores it."""
     from vllm_integration.stages import Stages
@@ -540,7 +525,7 @@ def test_commit_in_one_piece_that_fails_leaves_the_prefix_and_works_with_less(
     cache.explicit = True
     cache.pool, view = make_pool("cpu", num_blocks=63, **cache.memory_settings())
     cache.pool.commit(16)
-    allow(cache.pool.bytes_for(40) - cache.pool.bytes_for(16))
+    host_budget(cache.pool.bytes_for(40) - cache.pool.bytes_for(16))
     failed = cache.commit(None, 60)
     assert failed["rank"] == 3
     assert "host: " in failed["error"]

@@ -3,7 +3,6 @@
 Only the prefix is really backed, by the host driver; what the pool holds is taken from the device.
 """
 
-import gc
 import types
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from allocator import extensible_kv_pool, torch_routing
-from allocator.shim import lib
 from allocator.sizing import SizingError
 from vllm_integration import final_size, measure, own_context, worker_state
 from vllm_integration.config import Options
@@ -280,22 +278,21 @@ def test_what_the_process_held_before_is_not_this_engines(
 
 @pytest.mark.parametrize("registered", [False, True])
 def test_commit_that_comes_up_short_leaves_the_widest_step_its_memory(
-    start: Callable[..., Started], monkeypatch: pytest.MonkeyPatch, registered: bool
+    start: Callable[..., Started],
+    monkeypatch: pytest.MonkeyPatch,
+    host_budget: Callable[[int], None],
+    registered: bool,
 ) -> None:
     """What PyTorch keeps of the step is needed again with the first batch, and no room for the cache."""
-    gc.collect()  # pools of tests before count against the host's budget
     started = start()
     device, cache = started.device, started.cache
     cache.registered = registered
     monkeypatch.setattr(torch_routing, "empty_cache", device.settle)
     blocks = started.blocks()
     device.outside += 20 * GIB  # a neighbour, between the reading and the commit
-    lib.ekv_host_configure(0, device.pool.physical_bytes + BLOCK)
-    try:
-        answer = cache.commit(started.worker, blocks)
-        fits = cache.rollback(started.worker)["blocks"]
-    finally:
-        lib.ekv_host_configure(0, 0)
+    host_budget(BLOCK)
+    answer = cache.commit(started.worker, blocks)
+    fits = cache.rollback(started.worker)["blocks"]
     assert f"commit of {blocks} blocks" in answer["error"]
     assert device.kept == STEP
     left = TOTAL - CONTEXT - WEIGHTS - STEP - 20 * GIB - MARGIN

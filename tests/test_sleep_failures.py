@@ -9,6 +9,7 @@ import pytest
 from pools import assert_filled
 from test_sleep_ranks import WHAT_TO_DO, Core, StockWorker, Worker, committed, make_core
 
+from allocator import DriverError
 from vllm_integration import worker_connectors
 from vllm_integration.sleep_failure import Outcome, attempt
 
@@ -215,7 +216,7 @@ def test_wake_up_that_fails_for_another_reason_leaves_all_asleep(
 
     nap_of_one = core.model_executor.workers[1]._ekv_nap
     monkeypatch.setattr(nap_of_one.backup, "restore", lost)
-    with pytest.raises(RuntimeError, match="rank 1 could not .*: RuntimeError: CUDA error: unspecified"):
+    with pytest.raises(DriverError, match="rank 1 could not .*: RuntimeError: CUDA error: unspecified"):
         core.model_executor.wake_up()
     assert committed(core) == [0, 0]
     assert core.model_executor.sleeping_tags == BOTH

@@ -191,7 +191,7 @@ def test_wake_up_that_fails_otherwise_does_not_ask_for_memory(
     core.sleep(1)
     with monkeypatch.context() as patch:
         patch.setattr(core.model_executor.workers[1].pool, "recommit", fail)
-        with pytest.raises(PoolOutOfMemoryError, match="asleep: cuda: cuMemMap failed$"):
+        with pytest.raises(DriverError, match="asleep: cuda: cuMemMap failed$"):
             core.model_executor.wake_up()
     assert committed(core) == [0, 0]
     core.model_executor.wake_up()

@@ -16,7 +16,6 @@ from test_measured_size import MARGIN, STEP, Device, Started, start  # noqa: F40
 
 from allocator import torch_routing
 from allocator.errors import PoolOutOfMemoryError
-from allocator.shim import lib
 from vllm_integration import step_memory
 from vllm_integration.step_memory import StepMemory
 from vllm_integration.worker_sleep import SleepingWorker
@@ -35,7 +34,7 @@ class Held:
         device.kept = max(0, device.kept - num_bytes)
         device.in_use += num_bytes
         if not num_bytes:
-            raise MemoryError("CUDA out of memory")
+            raise torch.OutOfMemoryError("CUDA out of memory")
 
     def __del__(self) -> None:
         self.device.in_use -= self.num_bytes
@@ -121,27 +120,25 @@ def test_wake_up_without_room_for_the_widest_step_fails_and_works_later(awake: W
 
 
 def test_wake_up_that_vllm_cannot_finish_holds_nothing(awake: Worker) -> None:
+    in_use = awake.modelled.in_use
     awake.sleep(1)
     awake.fails = True
     with pytest.raises(RuntimeError, match="no"):
         awake.wake_up()
-    assert awake.modelled.in_use == awake.modelled.own_bytes(None) - awake.modelled.kept
+    assert awake.modelled.in_use == in_use
     assert awake._ekv.pool.physical_bytes == 0
     assert awake._ekv_nap.held == []
 
 
 def test_wake_up_after_discard_does_not_grow_into_the_widest_step(
-    awake: Worker, monkeypatch: pytest.MonkeyPatch
+    awake: Worker, monkeypatch: pytest.MonkeyPatch, host_budget: Callable[[int], None]
 ) -> None:
     monkeypatch.setattr(torch_routing, "empty_cache", awake.modelled.settle)
     held = awake._ekv.pool.physical_bytes
     awake.discard(("kv_cache",))
-    lib.ekv_host_configure(0, held - 1)  # a neighbour took a little of what was given back
-    try:
-        with pytest.raises(PoolOutOfMemoryError, match="recommit of 20 blocks"):
-            awake.wake_up(["kv_cache"])
-    finally:
-        lib.ekv_host_configure(0, 0)
+    host_budget(held - 1)  # a neighbour took a little of what was given back
+    with pytest.raises(PoolOutOfMemoryError, match="recommit of 20 blocks"):
+        awake.wake_up(["kv_cache"])
     assert awake.modelled.kept == STEP
 
 
@@ -189,7 +186,7 @@ def test_memory_of_which_a_part_is_there_goes_back(monkeypatch: pytest.MonkeyPat
 
     def one_only(device: Any, stream: int, size: int) -> Tensor:
         if alive:
-            raise MemoryError("CUDA out of memory")
+            raise torch.OutOfMemoryError("CUDA out of memory")
         tensor = Tensor()
         alive.add(tensor)
         return tensor

@@ -221,14 +221,15 @@ class EngineSleep:
             self._back_all()
 
     def _back_all(self) -> None:
-        from allocator.errors import PoolOutOfMemoryError
+        from allocator.errors import DriverError, PoolOutOfMemoryError
 
         answers = self.executor.collective_rpc("ekv_wake")
         failed = _failed(answers)
         if failed is not None:
             self.executor.collective_rpc("ekv_sleep_again")
             advice = "; free memory on that device and wake the engine up again" if failed["short"] else ""
-            raise PoolOutOfMemoryError(
+            kind = PoolOutOfMemoryError if failed["short"] else DriverError
+            raise kind(
                 f"rank {failed['rank']} could not take its KV cache's memory again, so the engine stays "
                 f"asleep: {failed['error']}{advice}"
             )

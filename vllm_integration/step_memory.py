@@ -30,12 +30,14 @@ class StepMemory:
         Dropped, they leave it to PyTorch's cache. What is in use by now is not taken a second time. Raises
         `PoolOutOfMemoryError`, and takes nothing then.
         """
+        import torch
+
         missing = self.kept - (large_segments(self.device)[1] - self.used)
         taken: list[Any] = []
         try:
             for stream, size in missing.elements():
                 taken.append(empty(self.device, stream, size))
-        except MemoryError as error:
+        except torch.OutOfMemoryError as error:
             from allocator.errors import PoolOutOfMemoryError
             from allocator.torch_routing import empty_cache
 
@@ -79,13 +81,10 @@ def large_segments(device: Any) -> tuple[Sizes, Sizes]:
 
 
 def empty(device: Any, stream: int, num_bytes: int) -> Any:
-    """Return a tensor that is a segment's whole size. Raises `MemoryError` where the device has no room."""
+    """Return a tensor that is a segment's whole size, for the work of `stream`, an address."""
     import torch
 
     # PyTorch takes address 0, the default stream's, for "any stream".
     owner = torch.cuda.ExternalStream(stream, device=device) if stream else torch.cuda.default_stream(device)
     with torch.cuda.stream(owner):
-        try:
-            return torch.empty(num_bytes, dtype=torch.int8, device=device)
-        except torch.OutOfMemoryError as error:
-            raise MemoryError(str(error)) from error
+        return torch.empty(num_bytes, dtype=torch.int8, device=device)
