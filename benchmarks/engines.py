@@ -99,6 +99,20 @@ def with_shared_compile_cache(llm: dict[str, Any], env: dict[str, str]) -> dict[
     return {**llm, "compilation_config": {**llm.get("compilation_config", {}), "cache_dir": str(folder)}}
 
 
+def nvml_handle(index: int) -> Any:
+    """Return NVML's handle of the device that CUDA counts as `index`: it does not know what CUDA may see."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    name = visible[index] if any(visible) else str(index)
+    return (
+        pynvml.nvmlDeviceGetHandleByIndex(int(name))
+        if name.isdigit()
+        else pynvml.nvmlDeviceGetHandleByUUID(name)
+    )
+
+
 @contextmanager
 def sampled_use(devices: int = 1) -> Iterator[dict[str, Any]]:
     """Sample the first devices' free memory every 5 ms: what the block's processes take at their peak.
@@ -109,7 +123,7 @@ def sampled_use(devices: int = 1) -> Iterator[dict[str, Any]]:
     import pynvml
 
     pynvml.nvmlInit()
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(devices)]
+    handles = [nvml_handle(index) for index in range(devices)]
     free = lambda: [int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for handle in handles]  # noqa: E731
     before, stop = free(), threading.Event()
     use: dict[str, Any] = {"peak_bytes": 0, "peaks": [0] * devices, "moments": []}

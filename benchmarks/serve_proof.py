@@ -12,7 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from engines import ENGINE_ENV, GIB, NOISE, portable, sampled_use, story, truth, with_shared_compile_cache
+from engines import (
+    ENGINE_ENV,
+    GIB,
+    NOISE,
+    nvml_handle,
+    portable,
+    sampled_use,
+    story,
+    truth,
+    with_shared_compile_cache,
+)
 from server import Server
 
 from allocator import results
@@ -71,8 +81,7 @@ def used_bytes() -> int:
     """Return what NVML says is used of the first device."""
     import pynvml
 
-    pynvml.nvmlInit()
-    return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used)
+    return int(pynvml.nvmlDeviceGetMemoryInfo(nvml_handle(0)).used)
 
 
 def _ask(server: Server, prompts: list[list[int]], on: bool, run: dict[str, Any]) -> None:

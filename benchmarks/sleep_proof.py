@@ -13,6 +13,8 @@ LOAD = {"do": "load", "num_prompts": 300, "prompt_tokens": 2000, "max_tokens": 1
 OPTION = {"extensible_kv_cache": {"sleep_backup": "cpu"}}
 # While asleep the flag may hold this much more than vLLM: the driver's own bookkeeping of addresses.
 ALLOWED_GIB = 0.25
+# Once awake, less may be free than after an earlier nap: what an engine takes as it goes, within the margin.
+ALLOWED_AWAKE_GIB = 0.1
 
 
 def sleep_records(base: dict[str, Any], log: Path, prompts: list[list[int]]) -> Iterator[dict[str, Any]]:
@@ -80,7 +82,14 @@ def _memory(runs: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
         )
     if done < 3:
         return
-    asleep, awake = runs["flag"]["results"][1:3]
+    flag = runs["flag"]["results"]
+    if done > 7:
+        lost = (flag[2]["device_free_bytes"] - flag[7]["device_free_bytes"]) / GIB
+        note = "after waking the KV cache, weights loaded again in between, than after the nap before"
+        yield results.record(
+            "sleep_level_2_free_less_than_level_1_gib", lost, "GiB", limit=ALLOWED_AWAKE_GIB, note=note
+        )
+    asleep, awake = flag[1:3]
     yield truth("sleep_level_1_same_addresses", asleep["bases"] == awake["bases"], str(awake["error"] or ""))
     gained = (asleep["device_free_bytes"] - awake["device_free_bytes"]) / GIB
     held = awake["physical_bytes"] / GIB

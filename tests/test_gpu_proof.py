@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -214,3 +215,30 @@ def test_sleep_tells_of_every_engine_what_it_came_to(monkeypatch: pytest.MonkeyP
     ]
     assert found["sleep_flag_output_identical_after_each_nap"] and found["sleep_level_1_device_gains_gib"]
     assert "sleep_level_2_pool_holds_nothing" not in found
+
+
+@pytest.mark.parametrize(("left_mib", "passed"), [(100, True), (208, False)])
+def test_memory_that_loading_weights_leaves_behind_fails(left_mib: int, passed: bool) -> None:
+    asleep = {"physical_bytes": 0, "device_free_bytes": 3 << 30, "bases": [7]}
+    awake = {"physical_bytes": 1 << 30, "device_free_bytes": 2 << 30, "bases": [7], "error": None}
+    later = awake | {"device_free_bytes": (2 << 30) - (left_mib << 20)}
+    answers = [[], asleep, awake, [], asleep, asleep, [None], later, []]
+    made = sleep_proof._memory({name: {"results": answers} for name in ("stock", "flag")})
+    found = {item["name"]: item["passed"] for item in made}
+    assert found.pop("sleep_level_2_free_less_than_level_1_gib") is passed
+    assert all(found.values())
+
+
+@pytest.mark.parametrize(
+    ("visible", "handle"), [("", ("index", 1)), ("3,2", ("index", 2)), ("GPU-a, GPU-b", ("uuid", "GPU-b"))]
+)
+def test_nvml_reads_the_devices_that_cuda_sees(
+    monkeypatch: pytest.MonkeyPatch, visible: str, handle: tuple[str, Any]
+) -> None:
+    by = {
+        f"nvmlDeviceGetHandleBy{key.title() if key == 'index' else 'UUID'}": key for key in ("index", "uuid")
+    }
+    made = {name: lambda value, key=key: (key, value) for name, key in by.items()}
+    monkeypatch.setitem(sys.modules, "pynvml", types.SimpleNamespace(nvmlInit=lambda: None, **made))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert engines.nvml_handle(1) == handle

@@ -148,7 +148,7 @@ def _commit(
             )
         if fitted:
             smaller = _fit_again(sizing, measured, smaller, message)
-        logger.warning("%s; going on with %d blocks, which fit now.", message, smaller)
+        logger.warning("Extensible KV cache: %s; going on with %d blocks, which fit now.", message, smaller)
         blocks = smaller
     raise AssertionError("unreachable")
 

@@ -27,28 +27,47 @@ class StepMemory:
     def take(self) -> list[Any]:
         """Return tensors over that memory; while they live it stays, however often the cache is emptied.
 
-        Dropped, they leave it to PyTorch's cache. What is in use by now is not taken a second time. Raises
+        Dropped, they leave it to PyTorch's cache. What is in use by now is not taken a second time, and no
+        other segment is cut up for it: all others that nothing uses go back to the device. Raises
         `PoolOutOfMemoryError`, and takes nothing then.
         """
         import torch
 
-        missing = self.kept - (large_segments(self.device)[1] - self.used)
+        from allocator.torch_routing import empty_cache
+
+        held, missing = self._hold_cached()
+        empty_cache(self.device)
         taken: list[Any] = []
         try:
             for stream, size in missing.elements():
                 taken.append(empty(self.device, stream, size))
         except torch.OutOfMemoryError as error:
             from allocator.errors import PoolOutOfMemoryError
-            from allocator.torch_routing import empty_cache
 
             taken.clear()
             empty_cache(self.device)
+            needed = sum(size for _, size in self.kept.elements())
             num_bytes = sum(size for _, size in missing.elements())
             raise PoolOutOfMemoryError(
-                f"the widest step needs {num_bytes} bytes beside the KV cache, which are not free on "
-                f"{self.device}: {error}"
+                f"the widest step needs {needed} bytes beside the KV cache; {num_bytes} of them are "
+                f"missing and not free on {self.device}: {error}"
             ) from error
-        return taken
+        return held + taken
+
+    def trim(self) -> None:
+        """Give back what else PyTorch caches, such as what loading weights left."""
+        from allocator.torch_routing import empty_cache
+
+        held, _ = self._hold_cached()
+        empty_cache(self.device)
+        del held
+
+    def _hold_cached(self) -> tuple[list[Any], Sizes]:
+        """Return tensors over what PyTorch still caches of that memory, and what is missing besides."""
+        kept, used = large_segments(self.device)
+        wanted = self.kept - (used - self.used)
+        cached = wanted & kept
+        return [empty(self.device, stream, size) for stream, size in cached.elements()], wanted - cached
 
 
 def large_segments(device: Any) -> tuple[Sizes, Sizes]:

@@ -67,6 +67,8 @@ class Nap:
         """
         if self.state != "asleep":
             return
+        if self.step_memory is not None:
+            self.step_memory.trim()
         self.pool.recommit(may_empty_cache=False)
         try:
             if self.backup:
