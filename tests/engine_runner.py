@@ -123,7 +123,7 @@ def figures(llm: Any) -> dict[str, Any]:
     import torch
 
     if torch.cuda.is_available():
-        values["device_total_bytes"] = torch.cuda.mem_get_info()[1]
+        values["device_free_bytes"], values["device_total_bytes"] = torch.cuda.mem_get_info()
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
     if core is not None:
         scheduler = core.scheduler

@@ -136,6 +136,53 @@ def test_memory_of_the_widest_step_is_taken_again_and_serves_the_same_requests()
     torch.cuda.empty_cache()
 
 
+def test_memory_of_the_widest_step_is_not_taken_from_holes():
+    """A workspace made while large blocks were cached: the hole beside it was part of the step's."""
+    from vllm_integration.step_memory import StepMemory
+
+    torch.cuda.empty_cache()
+    device = torch.device("cuda", torch.cuda.current_device())
+    bytes_of = lambda mib: torch.empty(mib * MIB, dtype=torch.int8, device=device)  # noqa: E731
+    large = bytes_of(1000)
+    del large
+    workspace = bytes_of(100)
+    step = [bytes_of(850), bytes_of(300)]
+    del step
+    kept = torch.cuda.memory_reserved()
+    memory = StepMemory(device)
+    torch.cuda.empty_cache()
+    memory.trim()
+    held = memory.take()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == kept
+    del held
+    step = [bytes_of(300), bytes_of(850)]
+    assert torch.cuda.memory_reserved() == kept
+    del step, workspace
+    torch.cuda.empty_cache()
+
+
+def test_memory_of_the_widest_step_has_what_another_stream_used_last():
+    from vllm_integration.step_memory import StepMemory
+
+    torch.cuda.empty_cache()
+    device = torch.device("cuda", torch.cuda.current_device())
+    tensor, side = torch.zeros(64 * MIB, dtype=torch.int8, device=device), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        tensor += 1
+    tensor.record_stream(side)
+    kept = torch.cuda.memory_reserved()
+    del tensor
+    torch.cuda.synchronize()
+    memory = StepMemory(device)
+    assert memory.kept[0, 64 * MIB] == 1
+    held = memory.take()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == kept
+    del held
+    torch.cuda.empty_cache()
+
+
 def test_recommit_fails_while_the_device_is_full_and_works_after():  # case 31
     torch.cuda.empty_cache()
     pool, view = make_pool("cuda", num_layers=4, num_blocks=1024, block_bytes=MIB)  # 4 GiB

@@ -51,8 +51,10 @@ class Nap:
     def release(self) -> None:
         """Give the memory back; a second time changes nothing."""
         num_bytes = self.pool.physical_bytes
-        self.held = []
         self.state = "asleep"  # also when this fails halfway
+        if self.held:  # a wake-up that is undone
+            self.held = []
+            self._empty_cache()
         self.pool.release_physical()
         if num_bytes:
             kept = f", {format_bytes(self.backup.num_bytes)} kept in host memory" if self.backup else ""
@@ -77,6 +79,7 @@ class Nap:
             self.hold()
         except BaseException:
             self.pool.release_physical()
+            self._empty_cache()
             raise
         self.state = "waking"
 
@@ -84,6 +87,12 @@ class Nap:
         """Take what is missing of the widest step's memory while the pool has its own."""
         if self.step_memory is not None:
             self.held = self.step_memory.take()
+
+    def _empty_cache(self) -> None:
+        from allocator.torch_routing import empty_cache
+
+        if self.step_memory is not None:
+            empty_cache(self.step_memory.device)
 
     def finish(self) -> None:
         """Be awake for good: what was kept is not needed any more, and PyTorch caches what was held."""
