@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from allocator import errors
 from allocator.backup_plan import Piece, plan
 from allocator.committed_rows import Rows, committed_rows
 from allocator.errors import PoolValueError
+from allocator.limits import container_free_bytes
 from allocator.pool import PoolController
 from allocator.torch_routing import empty_cache
 
@@ -146,6 +148,8 @@ class Backup:
     def drop(self) -> None:
         """Give the host memory back; PyTorch keeps what was pinned for the next backup."""
         self.wait()
+        if self._device.type == "cuda":
+            _left.update(_pinned_sizes([slab.nbytes for slab in self._slabs]))
         self._slabs = []
 
     def _copy(self, pool: PoolController, *, to_host: bool) -> None:
@@ -209,23 +213,51 @@ def _host_memory(slab_bytes: list[int], *, pinned: bool) -> list[torch.Tensor]:
             f"host: a backup of {wanted} bytes, and {available} bytes of host memory are available"
         )
     with _memory_errors():
-        return [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in slab_bytes]
+        slabs = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in slab_bytes]
+    if pinned:
+        _left.subtract(_pinned_sizes(slab_bytes) & _left)
+    return slabs
+
+
+def pinned_need(sizes: Iterable[int]) -> int:
+    """Return what pinned tensors of `sizes` bytes that somebody else makes would take from the host.
+
+    PyTorch rounds each up to a power of two, and uses again what it has cached, but for what backups left.
+    """
+    ours = sum(_left.elements())
+    return max(0, sum(_pinned_sizes(sizes).elements()) - max(0, _cached_pinned_bytes() - ours))
+
+
+# Of the pinned slabs that backups left in PyTorch's cache, which serves a request from one of its size only.
+_left: Counter[int] = Counter()
+
+
+def _pinned_sizes(sizes: Iterable[int]) -> Counter[int]:
+    return Counter(1 << (size - 1).bit_length() for size in sizes)
+
+
+def _cached_pinned_bytes() -> int:
+    stats = torch.cuda.host_memory_stats()
+    return int(stats.get("allocated_bytes.current", 0) - stats.get("active_bytes.current", 0))
 
 
 def _new_bytes(slab_bytes: list[int], pinned: bool) -> int:
     if not pinned:
         return sum(slab_bytes)
-    stats = torch.cuda.host_memory_stats()
-    cached = stats.get("allocated_bytes.current", 0) - stats.get("active_bytes.current", 0)
-    return max(0, sum(1 << (size - 1).bit_length() for size in slab_bytes) - cached)
+    wanted = _pinned_sizes(slab_bytes)
+    again = sum((wanted & _left).elements())
+    return sum(wanted.elements()) - max(0, min(again, _cached_pinned_bytes()))
 
 
 def _available_host_bytes() -> int | None:
+    """Return what this machine has, or the container around this process if that is less."""
     try:
         found = re.search(r"^MemAvailable:\s*(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
     except OSError:
         return None
-    return int(found.group(1)) * 1024 if found else None
+    container = container_free_bytes()
+    machine = int(found.group(1)) * 1024 if found else None
+    return min((size for size in (machine, container) if size is not None), default=None)
 
 
 @contextmanager

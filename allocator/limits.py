@@ -11,12 +11,15 @@ from pathlib import Path, PurePosixPath
 from allocator.pool_map import format_bytes
 from allocator.settings import Finding
 
-__all__ = ["Limits", "check_limits", "read_limits"]
+__all__ = ["Limits", "check_limits", "container_free_bytes", "read_limits"]
 
 # Less than this and no cache of a useful size can be reserved.
 SMALL_ADDRESS_SPACE = 1 << 40
 # Source: vLLM 0.33, distributed/device_communicators/shm_broadcast.py: 240 MiB for each message queue.
 SMALL_SHARED_MEMORY = 1 << 30
+# Control groups of version 2 and 1: what is used of a limit, and in memory.stat what of that are idle files.
+_USED = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
+_CACHED = {"memory.max": r"^inactive_file (\d+)$", "memory.limit_in_bytes": r"^total_inactive_file (\d+)$"}
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,21 @@ def _container_bytes(root: Path) -> int | None:
     least = min(map(int, limits), default=None)
     # Version 1 has no word for "no limit", only a number that no machine reaches.
     return None if least is None or (memory and least >= int(memory.group(1)) * 1024) else least
+
+
+def container_free_bytes(root: Path = Path("/")) -> int | None:
+    """Return what the control groups around this process let it take now; None where none has a limit.
+
+    Cached files that nobody used lately count as free, as Kubernetes has it.
+    """
+    free = []
+    for file in _limit_files(root):
+        limit = _text(file).strip()
+        used = _text(file.with_name(_USED[file.name])).strip()
+        if limit.isdigit() and used.isdigit():
+            cached = re.search(_CACHED[file.name], _text(file.with_name("memory.stat")), re.MULTILINE)
+            free.append(max(0, int(limit) - int(used) + (int(cached.group(1)) if cached else 0)))
+    return min(free, default=None)
 
 
 def _limit_files(root: Path) -> Iterator[Path]:

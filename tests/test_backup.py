@@ -1,6 +1,7 @@
 """The content of blocks over a release and recommit: saved, restored, refused, and short of memory."""
 
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -140,13 +141,52 @@ def test_host_need_tells_what_save_takes_and_changes_nothing(monkeypatch):
 
 
 def test_pinned_memory_counts_as_pytorch_takes_it(monkeypatch):
-    """In powers of two, of which it may have some from before."""
-    stats = {"allocated_bytes.current": 9 * MIB, "active_bytes.current": 2 * MIB}
+    """In powers of two, of which it has those that an earlier backup left; others' are of other sizes."""
+    stats = {"allocated_bytes.current": 90 * MIB, "active_bytes.current": 2 * MIB}
     monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: stats)
-    assert backup._new_bytes([8 * MIB, 5 * MIB], pinned=True) == 16 * MIB - 7 * MIB
-    assert backup._new_bytes([5 * MIB], pinned=True) == MIB
-    assert backup._new_bytes([MIB], pinned=True) == 0
+    monkeypatch.setattr(backup, "_left", Counter())
+    assert backup._new_bytes([8 * MIB, 5 * MIB], pinned=True) == 16 * MIB
     assert backup._new_bytes([8 * MIB, 5 * MIB], pinned=False) == 13 * MIB
+    backup._left.update({8 * MIB: 3, MIB: 1})
+    assert backup._new_bytes([8 * MIB, 5 * MIB], pinned=True) == 0
+    assert backup._new_bytes([8 * MIB, 20 * MIB, MIB], pinned=True) == 32 * MIB
+    assert backup._new_bytes([8 * MIB] * 4, pinned=True) == 8 * MIB
+    assert backup.pinned_need([70 * MIB, 3 * MIB]) == 132 * MIB - (88 - 25) * MIB
+    assert backup.pinned_need([MIB]) == 0
+    stats["allocated_bytes.current"] = 10 * MIB  # others took what a backup had left
+    assert backup._new_bytes([8 * MIB, 5 * MIB], pinned=True) == 8 * MIB
+    assert backup.pinned_need([MIB]) == MIB
+
+
+def test_what_a_backup_leaves_pinned_is_taken_again_by_the_next(monkeypatch):
+    pinned, empty = [], torch.empty
+
+    def unpinned(*size, pin_memory=False, **options):
+        pinned.append(pin_memory)
+        return empty(*size, **options)
+
+    monkeypatch.setattr(backup, "_left", Counter())
+    monkeypatch.setattr(backup, "_cached_pinned_bytes", lambda: sum(backup._left.elements()))
+    monkeypatch.setattr(torch, "empty", unpinned)
+    pool, _ = make_pool("cpu", num_layers=1, num_blocks=8, block_bytes=MIB)
+    pool.commit(8)
+    saved = backup.save(pool, range(8))
+    saved._device = torch.device("cuda")
+    saved.drop()
+    saved.drop()
+    assert backup._left == {8 * MIB: 1}
+    assert backup._new_bytes([8 * MIB], pinned=True) == 0
+    slabs = backup._host_memory([8 * MIB, MIB], pinned=True)
+    assert len(slabs) == 2 and pinned[-2:] == [True, True]
+    assert +backup._left == Counter()
+
+
+def test_room_in_a_container_counts_where_it_is_less(monkeypatch):
+    machine = backup._available_host_bytes()
+    monkeypatch.setattr(backup, "container_free_bytes", lambda: 5 * MIB)
+    assert backup._available_host_bytes() == 5 * MIB
+    monkeypatch.setattr(backup, "container_free_bytes", lambda: 1 << 60)
+    assert backup._available_host_bytes() == pytest.approx(machine, rel=0.5)
 
 
 def test_recommit_out_of_memory_keeps_the_backup_for_the_next_try():

@@ -450,6 +450,14 @@ def test_nixl_sleeps_with_vllms_sleep_mode_only(vllm_config: Any, monkeypatch: p
     for name in ("unregister_kv_caches", "restore_kv_caches"):  # as vLLM 0.33 has them
         monkeypatch.setattr(nixl, name, lambda self: None, raising=False)
     assert "--enable-sleep-mode" in str(connectors.sleep_reason(vllm_config))
+    monkeypatch.setattr(connectors, "leaves", lambda transfer: [(type("Mine", (nixl,), {}), transfer)])
+    assert "--enable-sleep-mode" in str(connectors.sleep_reason(vllm_config))
+    vllm_config.device_config.device_type = "cuda"
+    vllm_config.kv_transfer_config = _nixl()
+    assert "through host memory" in str(connectors.staging_reason(vllm_config, "fd", False))
+    monkeypatch.undo()
+    for name in ("unregister_kv_caches", "restore_kv_caches"):
+        monkeypatch.setattr(nixl, name, lambda self: None, raising=False)
     vllm_config.model_config.enable_sleep_mode = True  # what the CPU's platform refuses on the way in
     assert connectors.sleep_reason(vllm_config) is None
 

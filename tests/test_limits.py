@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from allocator.limits import Limits, check_limits, read_limits
+from allocator.limits import Limits, check_limits, container_free_bytes, read_limits
 from tests.pools import run_python
 
 GIB = 1 << 30
@@ -65,6 +65,43 @@ def test_read_limits_finds_the_containers_memory(
     tmp_path: Path, files: dict[str, str], expected: int | None
 ) -> None:
     assert read_limits(container(tmp_path, files)).container_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/\n", f"{V2}/memory.max": "max\n", f"{V2}/memory.current": "7\n"}, None),
+        ({"proc/self/cgroup": "0::/\n", f"{V2}/memory.max": "90\n", f"{V2}/memory.current": "70\n"}, 20),
+        (
+            {
+                "proc/self/cgroup": "0::/pod/a\n",
+                f"{V2}/pod/memory.max": "900\n",
+                f"{V2}/pod/memory.current": "890\n",
+                f"{V2}/pod/memory.stat": "anon 500\ninactive_file 30\nactive_file 360\n",
+                f"{V2}/pod/a/memory.max": "400\n",
+                f"{V2}/pod/a/memory.current": "100\n",
+            },
+            40,
+        ),
+        ({"proc/self/cgroup": "0::/\n", f"{V2}/memory.max": "90\n", f"{V2}/memory.current": "95\n"}, 0),
+        (
+            {
+                "proc/self/cgroup": "4:memory:/x\n",
+                f"{V1}/x/memory.limit_in_bytes": "100\n",
+                f"{V1}/x/memory.usage_in_bytes": "80\n",
+                f"{V1}/x/memory.stat": "inactive_file 1\ntotal_inactive_file 15\n",
+                f"{V1}/memory.limit_in_bytes": f"{V1_UNLIMITED}\n",
+                f"{V1}/memory.usage_in_bytes": "9000\n",
+            },
+            35,
+        ),
+    ],
+)
+def test_container_free_bytes_is_what_the_tightest_group_lets_it_take(
+    tmp_path: Path, files: dict[str, str], expected: int | None
+) -> None:
+    assert container_free_bytes(container(tmp_path, files)) == expected
 
 
 def test_read_limits_process_limits_and_shared_memory(tmp_path: Path) -> None:

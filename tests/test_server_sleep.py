@@ -224,6 +224,48 @@ def test_request_in_flight_sees_what_vllm_promises(awake: Server, mode: str) -> 
     assert (len(answer["tokens"]) == LONG_TOKENS) == (mode != "abort")
 
 
+def test_resume_of_a_sleeping_server_is_refused(awake: Server, first: list[dict[str, Any]]) -> None:
+    """Its requests would run over a cache that has no memory."""
+    awake.get("/sleep", b"")
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        awake.get("/resume", b"")
+    assert "its KV cache has no memory: wake it up (/wake_up)" in caught.value.read().decode()
+    assert _is_sleeping(awake) and _memory(awake)[0] == 0
+    awake.get("/wake_up", b"")
+    assert _complete(awake, PROMPTS[2])["tokens"] == first[2]["tokens"]
+
+
+def test_wake_up_of_a_server_that_waits_to_sleep_keeps_it_awake(
+    awake: Server, first: list[dict[str, Any]]
+) -> None:
+    before = _memory(awake)
+    answers: list[dict[str, Any]] = []
+    said: list[str] = []
+
+    def sleep() -> None:
+        try:
+            said.append(awake.get("/sleep?level=1&mode=wait", b""))
+        except urllib.error.HTTPError as error:
+            said.append(error.read().decode())
+
+    threads = [threading.Thread(target=lambda: answers.append(_complete(awake, PROMPTS[0], LONG_TOKENS)))]
+    threads[0].start()
+    _wait_until_running(awake, answers)
+    threads.append(threading.Thread(target=sleep))
+    threads[1].start()
+    deadline = time.monotonic() + 10
+    while not _is_sleeping(awake) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    awake.get("/wake_up", b"")
+    for thread in threads:
+        thread.join(60)
+    assert answers[0]["finish"] == "length" and len(said) == 1
+    # On a busy machine the request may have ended before it was woken up, and then it had slept.
+    assert not said[0] or "woken up before it slept" in said[0]
+    assert _memory(awake) == before
+    assert _complete(awake, PROMPTS[2])["tokens"] == first[2]["tokens"]
+
+
 def _wait_until_running(server: Server, answers: list[dict[str, Any]]) -> None:
     """Return when a request runs, or is answered already."""
     deadline = time.monotonic() + 30

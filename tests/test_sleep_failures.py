@@ -76,6 +76,16 @@ def test_all_ranks_are_awake_again_with_what_they_had(
     check_awake(core, kept=backup is not None)
 
 
+def test_peers_are_told_what_connectors_registered_again(core: Core, break_down: Callable[..., Any]) -> None:
+    """Since 0.33 the scheduler's side hands it out, and vLLM refreshes that in a wake-up of its own only."""
+    told: list[list[int]] = []
+    core._set_kv_connector_handshake_metadata = lambda: told.append(committed(core))
+    break_down("sleep", 1)
+    with pytest.raises(ValueError, match=f"^{OWN}$"):
+        core.sleep(1)
+    assert told == [[48, 48]]
+
+
 def test_connector_that_does_not_let_go_leaves_all_awake(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter([None, 1])
     monkeypatch.setattr(worker_connectors, "give_up_memory", lambda: 1 / 0 if next(calls) else None)

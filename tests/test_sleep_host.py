@@ -1,6 +1,7 @@
 """Several ranks and engines of one host that keep content over a sleep: they share the host's memory."""
 
 import pickle
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,8 @@ def test_host_must_have_room_for_the_content_of_all_of_its_ranks(
     both = 2 * 11 * BLOCK_BYTES
     monkeypatch.setattr(backup, "_available_host_bytes", lambda: both - 1)
     core.sleep(1)
-    assert f"host: backups of {both} bytes by 2 workers, and {both - 1} bytes of host memory" in caplog.text
+    assert f"host: {both} bytes to keep by 2 workers " in caplog.text
+    assert f"{both - 1} bytes of host memory are available: give the host" in caplog.text
     assert core.num_resets == 1
     core.model_executor.wake_up()
     assert not any(worker.view[:, :48].any() for worker in core.model_executor.workers)
@@ -84,3 +86,25 @@ def test_engines_of_data_parallelism_share_their_host(
     core.model_executor.wake_up()
     core.sleep(1)
     assert core.num_resets == 1
+
+
+def test_weights_that_go_to_the_host_beside_the_content_count(
+    core: Core, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's sleep of level 1 copies them into pinned memory after the content was kept."""
+
+    def allocation(tag: str, size: int, asleep: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(tag=tag, handle=(0, size, 0, 0), is_asleep=asleep)
+
+    sizes = [allocation("weights", 3 << 20), allocation("kv_cache", 1 << 30), allocation("weights", 9, True)]
+    allocator = SimpleNamespace(pointer_to_data=dict(enumerate(sizes)))
+    cumem = SimpleNamespace(CuMemAllocator=SimpleNamespace(instance=allocator))
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", cumem)
+    monkeypatch.setattr(backup, "_cached_pinned_bytes", lambda: 1 << 20)
+    assert sleep_host.weights_need() == 3 << 20
+    both = 2 * (11 * BLOCK_BYTES + (3 << 20))
+    monkeypatch.setattr(backup, "_available_host_bytes", lambda: both - 1)
+    core.sleep(1)
+    assert f"host: {both} bytes to keep by 2 workers (cached blocks, and weights" in caplog.text
+    cumem.CuMemAllocator.instance = None
+    assert sleep_host.weights_need() == 0

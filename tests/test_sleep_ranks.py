@@ -16,6 +16,9 @@ from vllm_integration.sleep import (
     attach,
     wrap_core_sleep,
     wrap_discard,
+    wrap_finish_pause,
+    wrap_release,
+    wrap_resume_scheduler,
     wrap_sleep,
     wrap_wake_up,
 )
@@ -97,22 +100,47 @@ class Core:
             for b in cached
         ]
         blocks.append(SimpleNamespace(block_id=47, ref_cnt=0, block_hash=None, is_null=False))
-        pool = SimpleNamespace(blocks=blocks)
-        self.scheduler = SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=pool))
+        pool = SimpleNamespace(blocks=blocks, num_gpu_blocks=48, get_num_free_blocks=lambda: self.free_blocks)
+        manager = SimpleNamespace(block_pool=pool, reset_prefix_cache=lambda: True)
+        self.scheduler = SimpleNamespace(kv_cache_manager=manager)
+        self.free_blocks = 47  # all but the null block
         self.paused: list[Any] = []
+        self.is_paused = False
         self.num_resets = 0
 
     def pause_scheduler(self, mode: str, clear_cache: Any) -> None:
         self.paused.append((mode, bool(clear_cache), clear_cache is True))
+        self.is_paused = True
+        if clear_cache:
+            self._finish_pause(clear_cache)
+
+    def is_scheduler_paused(self) -> bool:
+        return self.is_paused
+
+    def _resume(self) -> None:
+        self.is_paused = False
+
+    def _finish(self, clear_cache: Any) -> None:
+        """As vLLM's scheduler, which asks the manager once all requests have given up their blocks."""
+        if not self.scheduler.kv_cache_manager.reset_prefix_cache():
+            raise RuntimeError("Failed to reset KV cache")
 
     def _reset_caches(self) -> None:
         self.num_resets += 1
 
+    def _release(self) -> None:
+        self._reset_caches()
+        self.model_executor.discard(("kv_cache",))
+
     def _sleep(self, level: int = 1, mode: str = "abort") -> None:
         self.pause_scheduler(mode=mode, clear_cache=level >= 1)
-        self.model_executor.sleep(level)
+        if level:
+            self.model_executor.sleep(level)
 
     sleep = wrap_core_sleep(_sleep)
+    resume_scheduler = wrap_resume_scheduler(_resume)
+    release_kv_cache_memory = wrap_release(_release)
+    _finish_pause = wrap_finish_pause(_finish)
 
 
 @pytest.fixture
@@ -152,6 +180,62 @@ def test_blocks_in_use_survive_and_only_those(core: Core) -> None:
         assert not worker.view[:, 12:48].any()
         assert worker._ekv_nap.backup is None
     assert core.num_resets == 0
+
+
+def test_content_that_a_connector_is_still_filling_is_not_kept(core: Core) -> None:
+    """vLLM refuses to sleep then; with the content kept the blocks would have been saved half filled."""
+    manager = core.scheduler.kv_cache_manager
+    manager.reset_prefix_cache = own = lambda: pytest.fail("the hashes would go")
+    core.free_blocks -= 3
+    with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+        core.sleep(1, "keep")
+    assert committed(core) == [48, 48] and not core.model_executor.sleeping_tags
+    core.free_blocks += 3
+    core.sleep(1, "keep")
+    assert committed(core) == [0, 0]
+    assert manager.reset_prefix_cache is own
+
+
+def test_scheduler_is_not_resumed_over_a_cache_without_memory(core: Core) -> None:
+    core.sleep(1)
+    with pytest.raises(RuntimeError, match=r"its KV cache has no memory: wake it up \(/wake_up\)"):
+        core.resume_scheduler()
+    assert core.is_paused
+    core.model_executor.wake_up(["kv_cache"])
+    core.resume_scheduler()
+    assert not core.is_paused
+
+
+def test_engine_that_was_woken_while_it_waited_stays_awake(core: Core) -> None:
+    """With mode "wait" vLLM puts the executor to sleep when the last request ends, whatever came since."""
+    core.sleep(0)
+    core.resume_scheduler()
+    with pytest.raises(RuntimeError, match="woken up before it slept"):
+        core.model_executor.sleep(1)
+    assert committed(core) == [48, 48] and not core.model_executor.sleeping_tags
+    assert not core.model_executor.workers[0].calls
+
+
+def test_release_that_is_refused_resets_nothing(core: Core) -> None:
+    core.model_executor.ekv_sleep.refusal = "the KV connector NixlConnector has"
+    with pytest.raises(RuntimeError, match="the engine cannot sleep: the KV connector"):
+        core.release_kv_cache_memory()
+    assert core.num_resets == 0 and not core.model_executor.sleeping_tags
+    core.model_executor.ekv_sleep.refusal = None
+    core.release_kv_cache_memory()
+    assert core.num_resets == 1 and committed(core) == [0, 0]
+
+
+def test_somebody_elses_wrapper_of_a_pause_stays(core: Core) -> None:
+    pause, seen = core.pause_scheduler, []
+
+    def theirs(**options: Any) -> None:
+        seen.append(options["mode"])
+        pause(**options)
+
+    core.pause_scheduler = theirs
+    core.sleep(1)
+    assert core.pause_scheduler is theirs and seen == ["abort"]
 
 
 @pytest.mark.parametrize(("backup", "level"), [("cpu", 2), (None, 1)])

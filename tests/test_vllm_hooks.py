@@ -68,7 +68,7 @@ def test_every_record_says_why_and_until_when(hooks: types.ModuleType) -> None:
         assert patch.target.why
         assert patch.tested
         assert patch.remove_when
-    assert len({str(patch.target) for patch in patches}) == 16
+    assert len({str(patch.target) for patch in patches}) == 18
 
 
 @pytest.mark.parametrize(

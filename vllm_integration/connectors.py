@@ -112,7 +112,7 @@ def sleep_reason(vllm_config: Any) -> str | None:
                 f"the KV connector {transfer.kv_connector} has registered the cache's memory and has no way "
                 "to give it up and to register it again (vLLM's NixlConnector over UCX has, from 0.33 on)"
             )
-        if _is_vllms(connector, NIXL) and not vllm_config.model_config.enable_sleep_mode:
+        if _is_kind_of(connector, NIXL) and not vllm_config.model_config.enable_sleep_mode:
             return (
                 f"the KV connector {transfer.kv_connector} lets its transport hold on to memory that was "
                 "given up, unless vLLM's sleep mode is on (--enable-sleep-mode)"
@@ -142,7 +142,7 @@ def staging_reason(vllm_config: Any, handle_kind: str, has_rdma: bool) -> str | 
     if vllm_config.device_config.device_type != "cuda" or vllm_config.model_config.enable_cumem_allocator:
         return None
     for connector, transfer in _configured(vllm_config):
-        if not _is_vllms(connector, NIXL) or transfer.kv_buffer_device == "cpu":
+        if not _is_kind_of(connector, NIXL) or transfer.kv_buffer_device == "cpu":
             continue
         if "UCX" in transfer.get_from_extra_config("backends", ["UCX"]):
             adapter = (
@@ -178,7 +178,7 @@ def settle(sizing: Any, num_blocks: int) -> None:
         num_blocks,
         f", one allocation for each segment (shareable: {', '.join(kinds)})" if kinds else "",
     )
-    nixl = any(_is_vllms(connector, NIXL) for connector, _ in _configured(vllm_config))
+    nixl = any(_is_kind_of(connector, NIXL) for connector, _ in _configured(vllm_config))
     if nixl and kinds not in ([], ["fabric"]) and vllm_config.device_config.device_type == "cuda":
         # Source: libuct_cuda of nixl-cu13 1.5.1, which exports such memory by a fabric handle or not at all.
         logger.warning(
@@ -218,3 +218,8 @@ def _overrides(connector: type, method: str) -> bool:
 
 def _is_vllms(connector: type, names: set[str]) -> bool:
     return connector.__name__ in names and connector.__module__.startswith("vllm.")
+
+
+def _is_kind_of(connector: type, names: set[str]) -> bool:
+    """Return whether it is one of vLLM's of these names, or a user's class on top of one."""
+    return any(_is_vllms(base, names) for base in connector.__mro__)

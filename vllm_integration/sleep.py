@@ -21,6 +21,8 @@ __all__ = [
     "wrap_core_sleep",
     "wrap_discard",
     "wrap_finish_pause",
+    "wrap_release",
+    "wrap_resume_scheduler",
     "wrap_sleep",
     "wrap_wake_up",
 ]
@@ -53,13 +55,40 @@ def wrap_core_sleep(original: Any) -> Any:
         if mine is None or not mine.keeps(level):
             return original(self, level, mode)
         pause = self.pause_scheduler
-        self.pause_scheduler = lambda mode, clear_cache: pause(mode=mode, clear_cache=KEEP_HASHES)
-        try:
+
+        def keeping(mode: str, clear_cache: Any) -> Any:
+            return pause(mode=mode, clear_cache=KEEP_HASHES)
+
+        with sleep_failure.replaced(self, "pause_scheduler", keeping):
             return original(self, level, mode)
-        finally:
-            del self.pause_scheduler
 
     return sleep
+
+
+def wrap_resume_scheduler(original: Any) -> Any:
+    """Wrap `EngineCore.resume_scheduler`, which `/resume` calls whether there is a cache or not."""
+
+    @functools.wraps(original)
+    def resume_scheduler(self: Any) -> Any:
+        mine = _of(self.model_executor)
+        if mine is not None:
+            mine.check_awake()
+        return original(self)
+
+    return resume_scheduler
+
+
+def wrap_release(original: Any) -> Any:
+    """Wrap `EngineCore.release_kv_cache_memory` (0.31 and later), which resets caches before it discards."""
+
+    @functools.wraps(original)
+    def release_kv_cache_memory(self: Any) -> Any:
+        mine = _of(self.model_executor)
+        if mine is not None:
+            mine.check_allowed()
+        return original(self)
+
+    return release_kv_cache_memory
 
 
 def wrap_finish_pause(original: Any) -> Any:
@@ -135,6 +164,13 @@ class EngineSleep:
         # Since 0.31: what is kept beside the cache for its blocks would be reset all the same.
         return getattr(self.core.scheduler, "aux_output_connector", None) is None
 
+    def check_awake(self) -> None:
+        """Raise if requests would run over a cache that has no memory."""
+        if TAG in self.executor.sleeping_tags:
+            raise RuntimeError(
+                "the engine sleeps, and its KV cache has no memory: wake it up (/wake_up), which resumes it"
+            )
+
     def check_idle(self) -> None:
         """Raise if a KV connector may not give up its memory, or is still using it."""
         self.check_allowed()
@@ -145,6 +181,8 @@ class EngineSleep:
 
     def sleep(self, original: Any, level: int) -> Any:
         """Put all ranks to sleep with vLLM's `original`, or raise what it raises with all of them awake."""
+        if not self.core.is_scheduler_paused():  # since it was told to sleep, and waited for its requests
+            raise RuntimeError("the engine was woken up before it slept, and stays awake")
         kept = self.before_sleep(level)
         try:
             with sleep_failure.answered(self.executor):
@@ -174,11 +212,18 @@ class EngineSleep:
                     self.executor.collective_rpc("wake_up", args=(tags,))
                 if TAG in awake:
                     self.executor.collective_rpc("ekv_forget")  # a rank that never came to its sleep
+                    self._tell_peers()
             except Exception as second:
                 raise RuntimeError(
                     f"{error}. The ranks could not be woken again either, so the engine counts as asleep "
                     f"and can be woken once that works: {second}"
                 ) from error
+
+    def _tell_peers(self) -> None:
+        """Have the scheduler's side hand out what the connectors registered anew (0.33 and later)."""
+        collect = getattr(self.core, "_set_kv_connector_handshake_metadata", None)
+        if collect is not None:
+            collect()
 
     def before_sleep(self, level: int) -> bool:
         """Have the workers keep what is cached; when one cannot, none does, and the hashes are reset.
@@ -253,8 +298,10 @@ def _failed(answers: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 @contextmanager
 def _hashes_kept(manager: Any) -> Iterator[None]:
-    manager.reset_prefix_cache = lambda: True
-    try:
+    def nothing_in_use() -> bool:
+        """Return what vLLM's own reset would: blocks that a connector is still filling are no content."""
+        pool = manager.block_pool
+        return bool(pool.num_gpu_blocks - pool.get_num_free_blocks() == 1)  # the null block
+
+    with sleep_failure.replaced(manager, "reset_prefix_cache", nothing_in_use):
         yield
-    finally:
-        del manager.reset_prefix_cache

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_integration.log import logger
 
-__all__ = ["Outcome", "answered", "attempt", "counted_as_asleep", "loses_weights"]
+__all__ = ["Outcome", "answered", "attempt", "counted_as_asleep", "loses_weights", "replaced"]
 
 ANSWERING = {"sleep": "ekv_sleep", "wake_up": "ekv_wake_up", "discard": "ekv_discard"}
 TAGS = frozenset({"weights", "kv_cache"})
@@ -45,7 +45,7 @@ def answered(executor: Any) -> Iterator[None]:
     When all have answered, the first error is raised: itself where it was raised in this process, as a
     RuntimeError where it was not.
     """
-    rpc, own = executor.collective_rpc, vars(executor).get("collective_rpc")
+    rpc = executor.collective_rpc
 
     def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
         if method not in ANSWERING:
@@ -58,14 +58,22 @@ def answered(executor: Any) -> Iterator[None]:
                 raise answer.error or RuntimeError(f"rank {answer.rank}: {answer.text}")
         return answers
 
-    executor.collective_rpc = collective_rpc
+    with replaced(executor, "collective_rpc", collective_rpc):
+        yield
+
+
+@contextmanager
+def replaced(instance: Any, method: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Have `instance`, inside the block, another `method`, and then what it had, also if that was its own."""
+    own = vars(instance).get(method)
+    setattr(instance, method, replacement)
     try:
         yield
     finally:
         if own is None:
-            del executor.collective_rpc
+            delattr(instance, method)
         else:
-            executor.collective_rpc = own  # somebody else's wrapper
+            setattr(instance, method, own)  # somebody else's wrapper
 
 
 @contextmanager

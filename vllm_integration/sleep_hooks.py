@@ -29,6 +29,24 @@ SLEEP = (
         OWN_CONTENT,
     ),
     Patch(
+        Target(CORE, "EngineCore.resume_scheduler", (), "refused while the cache has no memory"),
+        sleep.wrap_resume_scheduler,
+        TESTED,
+        "vLLM does not resume an engine that sleeps",
+    ),
+    Patch(
+        Target(
+            CORE,
+            "EngineCore.release_kv_cache_memory",
+            (),
+            "refused before it resets caches",
+            SINCE_DISCARD,
+        ),
+        sleep.wrap_release,
+        TESTED,
+        "vLLM asks its connectors before it resets them",
+    ),
+    Patch(
         Target(EXECUTOR, "Executor.sleep", ("level",), "the workers keep the content of cached blocks"),
         sleep.wrap_sleep,
         TESTED,
@@ -68,10 +86,12 @@ SLEEP_RELIED_ON = (
         Target(CORE, f"{name}.pause_scheduler", ("mode", "clear_cache"), "called by sleep on the same thread")
         for name in ("EngineCore", "EngineCoreProc")
     ),
+    Target(CORE, "EngineCore.is_scheduler_paused", (), "whether a sleep that waited is still wanted"),
     Target(EXECUTOR, "Executor.collective_rpc", ("method",), "called by sleep and wake_up on the instance"),
     Target(CORE, "EngineCore._reset_caches", (), "what becomes of the content when it cannot be kept"),
     Target(SCHEDULER, "Scheduler.reset_prefix_cache", (), "preempts, then asks the manager"),
     Target(MANAGER, "KVCacheManager.reset_prefix_cache", (), "left out while hashes are kept"),
-    Target(BLOCKS, "BlockPool", None, "has every block in `blocks`"),
+    Target(BLOCKS, "BlockPool", None, "has every block in `blocks`, `num_gpu_blocks` of them"),
+    Target(BLOCKS, "BlockPool.get_num_free_blocks", (), "all but the null block, where nothing is in use"),
     Target(BLOCK_UTILS, "KVCacheBlock", None, "has block_id, ref_cnt, is_null and block_hash"),
 )

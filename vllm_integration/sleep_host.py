@@ -6,13 +6,15 @@ Every worker of a host sees the same free memory. They are all asked before one 
 from __future__ import annotations
 
 import platform
+import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["host_name", "lacking", "note_engines"]
+__all__ = ["host_name", "lacking", "note_engines", "weights_need"]
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NOTED = "ekv_engines_of_host"
+OFFLOADED = {"weights", "runtime", "cudagraph"}
 
 
 def host_name() -> str:
@@ -21,6 +23,22 @@ def host_name() -> str:
         return BOOT_ID.read_text().strip()
     except OSError:
         return platform.node()
+
+
+def weights_need() -> int:
+    """Return the bytes that vLLM's own sleep of level 1 takes from the host for this worker.
+
+    Source: vLLM 0.33.0, device_allocator/cumem.py and sleep_mode_backend.py: what is tagged so is copied into
+    pinned memory, one tensor for each allocation; without the sleep mode there is no allocator.
+    """
+    cumem = sys.modules.get("vllm.device_allocator.cumem")
+    allocator = getattr(getattr(cumem, "CuMemAllocator", None), "instance", None)
+    if allocator is None:
+        return 0
+    from allocator.backup import pinned_need
+
+    kept = [data for data in allocator.pointer_to_data.values() if data.tag in OFFLOADED]
+    return pinned_need(data.handle[1] for data in kept if not getattr(data, "is_asleep", False))
 
 
 def note_engines(parallel_config: Any) -> None:
@@ -46,8 +64,9 @@ def lacking(answers: list[dict[str, Any]], vllm_config: Any) -> dict[str, Any] |
         wanted = [other["value"][1] for other in asked if other["value"][0] == host]
         if available is not None and sum(wanted) * engines > available:
             text = (
-                f"host: backups of {sum(wanted) * engines} bytes by {len(wanted) * engines} workers, and "
-                f"{available} bytes of host memory are available"
+                f"host: {sum(wanted) * engines} bytes to keep by {len(wanted) * engines} workers (cached "
+                f"blocks, and weights that sleep beside them), and {available} bytes of host memory are "
+                "available: give the host or the container more, or leave sleep_backup out"
             )
             return {**answer, "error": text}
     return None

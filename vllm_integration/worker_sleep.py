@@ -35,7 +35,8 @@ class Nap:
         from allocator import backup
 
         self.drop()  # as `save` does
-        return (sleep_host.host_name(), *backup.host_need(self.pool, blocks))
+        need, available = backup.host_need(self.pool, blocks)
+        return sleep_host.host_name(), need + sleep_host.weights_need(), available
 
     def save(self, blocks: list[int]) -> int:
         """Keep the content of `blocks` in host memory; return its bytes. Not while the pool has none."""
