@@ -104,6 +104,25 @@ def test_model_bytes_count_each_storage_of_the_device_once() -> None:
     assert measure.model_bytes(worker) == 100 * 8 * 4 + 30 * 8
 
 
+def test_model_bytes_of_weights_without_a_storage_are_those_that_they_wrap() -> None:
+    """As torchao's quantized weights are; what tells of no memory at all is left out."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    class Nothing(torch.Tensor):
+        def __new__(cls) -> torch.Tensor:
+            return torch.Tensor._make_wrapper_subclass(cls, (7, 8))
+
+        __torch_dispatch__ = classmethod(lambda *args: None)
+
+    model = torch.nn.Module()
+    part = torch.zeros(5, 8)
+    model.weight = torch.nn.Parameter(TwoTensor(part, torch.ones(5, 8)), requires_grad=False)
+    model.tied = torch.nn.Parameter(TwoTensor(part, TwoTensor(part, part)), requires_grad=False)
+    model.register_buffer("nothing", Nothing())
+    runner = types.SimpleNamespace(get_model=lambda: model)
+    assert measure.model_bytes(types.SimpleNamespace(device=CPU, model_runner=runner)) == 2 * 5 * 8 * 4
+
+
 def test_settling_gives_back_what_only_a_cycle_holds() -> None:
     class Node:
         pass

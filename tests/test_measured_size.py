@@ -29,7 +29,7 @@ class Device:
 
     def __init__(self) -> None:
         self.in_use, self.kept, self.outside, self.pool = 0, 0, CONTEXT, None
-        self.step_bytes = STEP
+        self.step_bytes, self.step_works = STEP, True
         self.before = 0  # of this process, when the worker begins
         self.of_others, self.drift, self.nvml_tells = 0, 0, False
 
@@ -53,9 +53,10 @@ class Device:
         self.in_use += stays
         self.kept += transient - stays
 
-    def run_widest_step(self, worker: Any, num_blocks: int) -> None:
+    def run_widest_step(self, worker: Any, num_blocks: int) -> bool:
         """Take from what PyTorch keeps, and from the driver what is missing; PyTorch keeps all of it."""
         self.kept = max(self.kept, self.step_bytes)
+        return self.step_works
 
 
 class Started:
@@ -133,6 +134,28 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Started]:
 
 def expected(share: float = 0.9, *, graphs: int = 0, step: int = STEP) -> int:
     return (int(TOTAL * share) - CONTEXT - WEIGHTS - graphs - step - MARGIN) // BLOCK
+
+
+def test_where_the_widest_step_fails_the_profiles_peak_stands_for_it(start: Callable[..., Started]) -> None:
+    started = start()
+    started.device.step_works = False
+    started.cache.peak_activation_bytes = 700 * MIB
+    assert started.blocks() == expected(step=700 * MIB)
+    assert started.device.kept == 0
+    started.device.outside += started.device.free_bytes(None) - 4 * GIB
+    fits = started.cache.rollback(started.worker)["blocks"]
+    assert fits == (4 * GIB - MARGIN - 700 * MIB) // BLOCK + 2
+
+
+@pytest.mark.parametrize(("device", "explicit"), [("cuda", False), ("cpu", True)])
+def test_size_of_0_is_one_where_vllms_worker_takes_it_for_one(
+    start: Callable[..., Started], device: str, explicit: bool
+) -> None:
+    started = start()
+    started.worker.device.type = device
+    started.worker.cache_config.kv_cache_memory_bytes = 0
+    started.cache.note_profile(started.worker)
+    assert started.cache.explicit is explicit
 
 
 @pytest.mark.parametrize("share", [0.3, 0.9, 0.98])

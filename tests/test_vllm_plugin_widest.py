@@ -1,11 +1,13 @@
 """The widest step: what it adds to vLLM's profile run, and a whole engine with speculative decoding."""
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_vllm_plugin import ENV, FLAG, SMALL, SNAPSHOT, check_engine_is_consistent
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(280)]
@@ -242,3 +244,76 @@ def test_the_order_that_keeps_least_is_the_last_that_ran(kept, ran):
     order, sizes = [], dict(zip("ab", kept, strict=True))
     assert leave_least(("a", "b"), lambda way: order.append(way) or sizes[way]) == list(kept)
     assert "".join(order) == ran
+
+
+class Runner:
+    """A model runner on a CPU whose model has no samplers."""
+
+    supports_mm_inputs, is_pooling_model, max_num_tokens = False, True, 64
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.suppressed, self.ran = error, False, []
+
+    @property
+    def eplb(self) -> Any:
+        return self
+
+    @contextmanager
+    def suppress(self) -> Iterator[None]:
+        self.suppressed = True
+        yield
+        self.suppressed = False
+
+    def profile_run(self, **options: bool) -> None:
+        self.ran.append(options | {"suppressed": self.suppressed})
+        if self.error:
+            raise self.error
+
+    def _dummy_run(self, tokens: int, **options: bool) -> tuple[None, None]:
+        self.ran.append(options | {"tokens": tokens})
+        return None, None
+
+
+def made_worker(vllm_config: Any, runner: Runner, **more: Any) -> Any:
+    from vllm.config import CompilationMode
+
+    return types.SimpleNamespace(
+        rank=3,
+        device=types.SimpleNamespace(type="cpu"),
+        model_config=vllm_config.model_config,
+        vllm_config=vllm_config,
+        compilation_config=types.SimpleNamespace(mode=CompilationMode.NONE),
+        model_runner=runner,
+        **more,
+    )
+
+
+def test_step_that_fails_for_another_reason_than_memory_ends_no_start(
+    vllm_config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm_integration.widest_step import run_widest_step
+
+    assert run_widest_step(made_worker(vllm_config, Runner()), 8) is True
+    runner = Runner(AssertionError("Workspace is locked"))
+    assert run_widest_step(made_worker(vllm_config, runner), 8) is False
+    assert "rank 3 could not run the widest step" in caplog.text
+    assert "AssertionError: Workspace is locked" in caplog.text
+    with pytest.raises(torch.OutOfMemoryError):
+        run_widest_step(made_worker(vllm_config, Runner(torch.OutOfMemoryError("no"))), 8)
+
+
+def test_dummy_steps_are_those_of_vllms_worker(vllm_config: Any) -> None:
+    """Experts' load is left alone (since 0.33), and tokens go to random experts where asked (since 0.31)."""
+    from vllm_integration.least_cache import _narrower_steps
+    from vllm_integration.widest_step import run_widest_step
+
+    for randomize in (True, False):
+        expected = {"randomize_inputs": True} if randomize else {}
+        runner = Runner()
+        worker = made_worker(vllm_config, runner, randomize_dummy_inputs=randomize)
+        run_widest_step(worker, 8)
+        assert runner.ran == [expected | {"suppressed": True}]
+        runner.ran.clear()
+        _narrower_steps(worker)
+        steps = [expected | {"is_profile": True, "tokens": tokens} for tokens in (48, 32, 16)]
+        assert runner.ran == steps

@@ -22,7 +22,7 @@ def share_is_no_condition(worker: Any) -> Iterator[None]:
     """Let `init_device` inside the block go on with less free than the share, if the size is explicit."""
     import vllm.v1.worker.gpu_worker as module
 
-    if worker.cache_config.kv_cache_memory_bytes is None:
+    if not worker.cache_config.kv_cache_memory_bytes:  # this worker takes 0 for "not given"
         yield
         return
     original = module.request_memory

@@ -15,7 +15,7 @@ from vllm_integration import measure
 from vllm_integration.widest_sampling import samples
 from vllm_integration.worker_checks import agreed_least
 
-__all__ = ["leave_least", "run_in_least_cache"]
+__all__ = ["dummy_options", "leave_least", "run_in_least_cache"]
 
 # Parts of the widest step's tokens: real steps are narrower, and their sizes cut the kept blocks differently.
 NARROWER = (0.75, 0.5, 0.25)
@@ -72,10 +72,17 @@ def leave_least(
     return kept
 
 
+def dummy_options(worker: Any) -> dict[str, bool]:
+    """Return what vLLM's worker tells its dummy steps: since 0.31 whether tokens go to experts at random."""
+    return {"randomize_inputs": True} if getattr(worker, "randomize_dummy_inputs", False) else {}
+
+
 def _narrower_steps(worker: Any) -> None:
     runner = worker.model_runner
     # The V2 runner has no attention in a profile's steps; the V1 runner has none unless it is asked for.
-    options = {"skip_attn": True} if getattr(worker, "use_v2_model_runner", False) else {}
+    options = dummy_options(worker)
+    if getattr(worker, "use_v2_model_runner", False):
+        options["skip_attn"] = True
     for part in NARROWER:
         tokens = max(1, int(runner.max_num_tokens * part))
         hidden, sampled = runner._dummy_run(tokens, is_profile=True, **options)

@@ -97,10 +97,29 @@ def model_bytes(worker: Any) -> int:
     model = worker.model_runner.get_model()
     storages = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type == worker.device.type:
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+        for part in _with_storage(tensor):
+            if part.device.type == worker.device.type:
+                storage = part.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def _with_storage(tensor: Any) -> Iterator[Any]:
+    """Yield `tensor`, or the tensors that it wraps: torchao's quantized weights have no storage of their own.
+
+    What tells of no storage at all is left out, which makes the figure smaller and not wrong.
+    """
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _with_storage(getattr(tensor, name))
+        return
+    try:
+        tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return
+    yield tensor
 
 
 def settle(device: Any) -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
-from vllm_integration.least_cache import run_in_least_cache
+from vllm_integration.least_cache import dummy_options, run_in_least_cache
+from vllm_integration.log import logger
 from vllm_integration.measure import quiet_random, replaced
 from vllm_integration.widest_logits import make_widest_logits
 from vllm_integration.widest_sampling import max_requests, not_measured, samples, widest_sampling
@@ -19,8 +20,11 @@ from vllm_integration.widest_sampling import max_requests, not_measured, samples
 __all__ = ["encoder_shortfall_tokens", "run_widest_step"]
 
 
-def run_widest_step(worker: Any, num_blocks: int) -> None:
-    """Run the widest step, and leave in PyTorch's cache what it took.
+def run_widest_step(worker: Any, num_blocks: int) -> bool:
+    """Run the widest step, and leave in PyTorch's cache what it took; return whether that worked.
+
+    A step that fails for anything but a lack of memory must not end a start that vLLM would have got through:
+    there the profile's peak has to do.
 
     Parameters
     ----------
@@ -31,16 +35,39 @@ def run_widest_step(worker: Any, num_blocks: int) -> None:
     """
     import torch
     import vllm.envs as envs
+
+    device = worker.device
+    if device.type == "cpu" and envs.VLLM_CPU_CI_ENV:
+        return True
+    try:
+        _run(worker, num_blocks)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        logger.warning(
+            "Extensible KV cache: rank %d could not run the widest step, so the peak of vLLM's profile "
+            "stands for it, and the margin has to hold what comes on top: %s: %s",
+            worker.rank,
+            type(error).__name__,
+            error,
+        )
+        return False
+    return True
+
+
+def _run(worker: Any, num_blocks: int) -> None:
+    import torch
     from vllm.config import CompilationMode, set_current_vllm_config
 
     runner, device = worker.model_runner, worker.device
-    if device.type == "cpu" and envs.VLLM_CPU_CI_ENV:
-        return
+    options = dummy_options(worker)
     with ExitStack() as stack:
         # As vLLM profiles: without gradients, and with the same guards for compiled code.
         stack.enter_context(torch.inference_mode())
         stack.enter_context(set_current_vllm_config(worker.vllm_config))
         stack.enter_context(quiet_random(device))
+        if hasattr(runner, "eplb"):  # since 0.33 warm-up leaves experts' load alone, and drafts are warmed up
+            stack.enter_context(runner.eplb.suppress())
         held = _rest_of_encoder_cache(worker)
         stack.enter_context(widest_sampling(worker))
         if device.type == "cuda":
@@ -50,7 +77,7 @@ def run_widest_step(worker: Any, num_blocks: int) -> None:
                 _sample_most_rows(worker)
 
             def forward() -> None:
-                runner.profile_run()
+                runner.profile_run(**options)
                 make_widest_logits(worker)
                 _verify_drafts(worker, num_blocks)
 
@@ -58,7 +85,7 @@ def run_widest_step(worker: Any, num_blocks: int) -> None:
         else:
             _sample_most_rows(worker)
             compiled = worker.compilation_config.mode != CompilationMode.NONE
-            runner.warming_up_model() if compiled else runner.profile_run()
+            runner.warming_up_model() if compiled else runner.profile_run(**options)
         del held
     if device.type == "cuda":
         torch.cuda.synchronize(device)

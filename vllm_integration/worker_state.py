@@ -45,6 +45,7 @@ class WorkerCache:
         self.explicit = False
         self.profile_free_bytes = 0
         self.uncounted_bytes = self.context_bytes  # of this process, which PyTorch does not count
+        self.unseen_bytes = 0  # of a widest step that could not run
         self.measured: dict[str, Any] = {}
         self.step_memory: StepMemory | None = None  # until it is measured
 
@@ -55,7 +56,9 @@ class WorkerCache:
     def note_profile(self, worker: Any) -> None:
         """Keep what vLLM's profile found, and settle whether the size is an explicit one."""
         # Read here and not in the engine: a saved start-up plan sets it in the worker.
-        self.explicit = worker.cache_config.kv_cache_memory_bytes is not None
+        given = worker.cache_config.kv_cache_memory_bytes
+        # vLLM's GPU worker takes 0 for "not given", and its CPU worker for a size.
+        self.explicit = given is not None if worker.device.type == "cpu" else bool(given)
         available = getattr(worker, "available_kv_cache_memory_bytes", None)
         if self.explicit:
             available = worker.cache_config.kv_cache_memory_bytes
@@ -142,9 +145,10 @@ class WorkerCache:
             measure.settle(device)
             warm_free = measure.free_bytes(device)
             runs = not (device.type == "cpu" and self.explicit)
-            if runs:
-                run_widest_step(worker, pool.committed_blocks)
-            free = measure.free_bytes(device)
+            if runs and not run_widest_step(worker, pool.committed_blocks):
+                measure.settle(device)
+                self.unseen_bytes = self.peak_activation_bytes
+            free = max(0, measure.free_bytes(device) - self.unseen_bytes)
         self.step_memory = StepMemory(device)
         committed = pool.physical_bytes
         budget, used = budget_now(self, worker, free, committed)
@@ -202,7 +206,7 @@ class WorkerCache:
         if self.registered:
             self._back(self.prefix_blocks)
         self.pool.shrink(self.prefix_blocks)
-        most = measure.free_bytes(worker.device) + self.pool.physical_bytes
+        most = measure.free_bytes(worker.device) - self.unseen_bytes + self.pool.physical_bytes
         if not self.explicit:
             most = max(0, most - self.set_aside_bytes - self.options.margin_bytes)
         return {"rank": self.rank, "blocks": self.pool.max_blocks_within(most)}
