@@ -282,17 +282,52 @@ def test_wake_up_that_fails_otherwise_does_not_ask_for_memory(
     assert committed(core) == [48, 48]
 
 
-def test_vllms_own_wake_up_that_fails_puts_the_cache_back_to_sleep(core: Core) -> None:
+@pytest.mark.parametrize("tags", [None, ["kv_cache"], ["weights", "kv_cache"]])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_vllms_own_wake_up_that_fails_on_one_rank_leaves_every_cache_asleep(
+    core: Core, rank: int, tags: list[str] | None
+) -> None:
+    """With its content: the rank that had woken up did not know that it may forget it."""
     core.sleep(1)
-    first = core.model_executor.workers[0]
-    first.fails = True
+    broken = core.model_executor.workers[rank]
+    for _ in range(2):
+        broken.fails = True
+        with pytest.raises(RuntimeError, match="vLLM's own part failed"):
+            core.model_executor.wake_up(tags)
+        assert committed(core) == [0, 0]
+        assert core.model_executor.sleeping_tags == {"weights", "kv_cache"}
+        broken.fails = False
+        core.model_executor.wake_up(["weights"])
+        assert committed(core) == [0, 0]
+        core.model_executor.sleeping_tags.add("weights")
+    core.model_executor.wake_up(tags)
+    assert committed(core) == [48, 48]
+    for worker in core.model_executor.workers:
+        assert_filled(worker.view, 1, 12)
+        assert worker._ekv_nap.state == "awake" and worker._ekv_nap.backup is None
+
+
+def test_weights_that_do_not_wake_leave_a_cache_that_is_awake_alone(core: Core) -> None:
+    core.sleep(1)
+    core.model_executor.wake_up(["kv_cache"])
+    core.model_executor.workers[1].fails = True
+    with pytest.raises(RuntimeError, match="vLLM's own part failed"):
+        core.model_executor.wake_up(["weights"])
+    assert committed(core) == [48, 48]
+    for worker in core.model_executor.workers:
+        assert_filled(worker.view, 1, 12)
+
+
+def test_rank_that_cannot_be_put_back_to_sleep_is_told_of(
+    core: Core, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    core.sleep(1)
+    core.model_executor.workers[1].fails = True
+    monkeypatch.setattr(worker_connectors, "give_up_memory", lambda: 1 / 0)
     with pytest.raises(RuntimeError, match="vLLM's own part failed"):
         core.model_executor.wake_up()
-    assert committed(core)[0] == 0
-    first.fails = False
-    core.model_executor.wake_up()
-    assert committed(core) == [48, 48]
-    assert_filled(first.view, 1, 12)
+    assert "rank 0 was awake when another rank failed to wake up, and could not be put to sl" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
 
 
 def test_one_rank_that_cannot_keep_its_content_makes_all_lose_it(
@@ -395,7 +430,7 @@ def test_connector_that_cannot_register_again_leaves_the_cache_asleep(
     monkeypatch.setattr(connector, "restore_kv_caches", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         core.model_executor.wake_up()
-    assert 0 in committed(core)
+    assert committed(core) == [0, 0]
 
 
 class SimpleCPUOffloadConnector:

@@ -140,8 +140,17 @@ def wrap_wake_up(original: Any) -> Any:
         if mine is None:
             return original(self, tags)
         mine.before_wake_up(tags)
-        with sleep_failure.answered(self):
-            return original(self, tags)
+        slept = TAG in self.sleeping_tags
+        try:
+            with sleep_failure.answered(self):
+                result = original(self, tags)
+        except Exception:
+            if slept:
+                mine.sleep_again()
+            raise
+        if slept and TAG not in self.sleeping_tags:
+            self.collective_rpc("ekv_forget")
+        return result
 
     return wake_up
 
@@ -265,13 +274,28 @@ class EngineSleep:
         if TAG in wanted and asleep.issuperset(wanted):
             self._back_all()
 
+    def sleep_again(self) -> None:
+        """Have every rank give its cache's memory back that took it in a wake-up which failed on another."""
+        try:
+            failed = _failed(self.executor.collective_rpc("ekv_sleep_again"))
+        except Exception:  # the wake-up's own error says more
+            logger.exception("Extensible KV cache: the ranks that were awake could not be put to sleep.")
+            return
+        if failed is not None:
+            logger.warning(
+                "Extensible KV cache: rank %d was awake when another rank failed to wake up, and could not "
+                "be put to sleep: %s",
+                failed["rank"],
+                failed["error"],
+            )
+
     def _back_all(self) -> None:
         from allocator.errors import DriverError, PoolOutOfMemoryError
 
         answers = self.executor.collective_rpc("ekv_wake")
         failed = _failed(answers)
         if failed is not None:
-            self.executor.collective_rpc("ekv_sleep_again")
+            self.sleep_again()
             advice = "; free memory on that device and wake the engine up again" if failed["short"] else ""
             kind = PoolOutOfMemoryError if failed["short"] else DriverError
             raise kind(

@@ -28,7 +28,13 @@ class Nap:
         self.pool, self.rank, self.step_memory = pool, rank, step_memory
         self.backup: Any = None
         self.held: list[Any] = []  # the widest step's memory, until vLLM is awake
-        self.state = "awake"  # "asleep", and "waking" until vLLM's own part of the wake-up is done
+        # "asleep"; "waking" until vLLM's own part of the wake-up is done; "woken" until all ranks' is.
+        self.state = "awake"
+
+    @property
+    def is_awake(self) -> bool:
+        """Return whether requests can run, as far as this rank goes."""
+        return self.state in ("awake", "woken")
 
     def host_need(self, blocks: list[int]) -> tuple[str, int, int | None]:
         """Return this host, the bytes that `save` would take from it, and those that it has, if known."""
@@ -42,7 +48,7 @@ class Nap:
         """Keep the content of `blocks` in host memory; return its bytes. Not while the pool has none."""
         from allocator import backup
 
-        if self.state == "awake":
+        if self.is_awake:
             self.drop()
             saved = backup.save(self.pool, blocks)
             saved.wait()
@@ -52,9 +58,10 @@ class Nap:
     def release(self) -> None:
         """Give the memory back; a second time changes nothing."""
         num_bytes = self.pool.physical_bytes
+        undone = self.state in ("waking", "woken")
         self.state = "asleep"  # also when this fails halfway
-        if self.held:  # a wake-up that is undone
-            self.held = []
+        self.held = []
+        if undone:
             self._empty_cache()
         self.pool.release_physical()
         if num_bytes:
@@ -96,11 +103,10 @@ class Nap:
             empty_cache(self.step_memory.device)
 
     def finish(self) -> None:
-        """Be awake for good: what was kept is not needed any more, and PyTorch caches what was held."""
+        """Be awake, until other ranks fail to: PyTorch caches what was held, and what was kept stays."""
         self.held = []
         if self.state == "waking":
-            self.state = "awake"
-            self.drop()
+            self.state = "woken"
             blocks, size = self.pool.committed_blocks, format_bytes(self.pool.physical_bytes)
             seconds = self.pool.last_commit_seconds
             logger.info(
@@ -110,6 +116,12 @@ class Nap:
                 size,
                 seconds,
             )
+
+    def forget(self) -> None:
+        """Be awake for good, where a wake-up is done: what was kept is not needed any more."""
+        if self.state == "woken":
+            self.state = "awake"
+        self.drop()
 
     def drop(self) -> None:
         """Forget what was kept."""
@@ -138,7 +150,7 @@ class SleepingWorker:
                 _unless_unsupported(super().sleep)(level)
             worker_connectors.give_up_memory()
         except BaseException:
-            if nap.state == "awake":
+            if nap.is_awake:
                 nap.drop()
             raise
         nap.release()
@@ -151,7 +163,7 @@ class SleepingWorker:
         mine = tags is None or TAG in tags
         if mine:
             nap.wake()
-        if nap.state == "awake":
+        if nap.is_awake:
             nap.hold()  # vLLM empties PyTorch's cache now
         try:
             _unless_unsupported(super().wake_up)(tags)
@@ -162,7 +174,7 @@ class SleepingWorker:
                 nap.release()
             nap.held = []
             raise
-        if mine or nap.state == "awake":
+        if mine or nap.is_awake:
             nap.finish()
 
     def discard(self: Any, tags: tuple[str, ...]) -> None:
@@ -184,7 +196,7 @@ class SleepingWorker:
 
     def ekv_host_need(self: Any, blocks: list[int]) -> dict[str, Any]:
         """Tell what `ekv_save` would take, before any rank takes it."""
-        return self._ekv_answer(lambda nap: nap.host_need(blocks) if nap.state == "awake" else None)
+        return self._ekv_answer(lambda nap: nap.host_need(blocks) if nap.is_awake else None)
 
     def ekv_save(self: Any, blocks: list[int]) -> dict[str, Any]:
         """Keep the content of `blocks` over the sleep that follows; the answer says whether it worked."""
@@ -203,16 +215,23 @@ class SleepingWorker:
         return sleep_failure.attempt(self.rank, lambda: self.discard(tags))
 
     def ekv_forget(self: Any) -> dict[str, Any]:
-        """Undo `ekv_save`."""
-        return self._ekv_answer(lambda nap: nap.drop())
+        """Undo `ekv_save`; after a wake-up of all ranks what was kept is not needed any more."""
+        return self._ekv_answer(lambda nap: nap.forget())
 
     def ekv_wake(self: Any) -> dict[str, Any]:
         """Take the cache's memory again; the answer says whether it worked."""
         return self._ekv_answer(lambda nap: nap.wake())
 
     def ekv_sleep_again(self: Any) -> dict[str, Any]:
-        """Undo `ekv_wake`."""
-        return self._ekv_answer(lambda nap: nap.release() if nap.state == "waking" else None)
+        """Undo `ekv_wake`, and what `wake_up` did with the cache until `ekv_forget`."""
+
+        def undo(nap: Nap) -> None:
+            if nap.state == "woken":
+                worker_connectors.give_up_memory()
+            if nap.state in ("waking", "woken"):
+                nap.release()
+
+        return self._ekv_answer(undo)
 
     def _ekv_answer(self: Any, step: Callable[[Nap], Any]) -> dict[str, Any]:
         from allocator.errors import EkvError
