@@ -3,6 +3,7 @@
 {"do": "seen"}: what `recording_connector` was told since the last time
 {"do": "segments"}: of each worker's pool, how many segments and physical allocations it has, and of what kind
 {"do": "drain"}: step until no request and no copy of a connector's is left; whether it came to that
+{"do": "nap_while_loading", "prompt": [...]}: a sleep in the middle of a `LoadingConnector`'s load, and later
 {"do": "refused", "call": "sleep" or "release_kv_cache", ...}: the error of a step that is to fail
 """
 
@@ -55,4 +56,32 @@ def refused(llm: Any, call: str, **arguments: Any) -> str:
     return text
 
 
-STEPS = {"seen": seen, "segments": segments, "drain": drain, "refused": refused}
+def nap_while_loading(llm: Any, prompt: list[int]) -> dict[str, Any]:
+    """Return the first sleep's error and what the pool held then, and how request and second nap went."""
+    from recording_connector import SEEN, LoadingConnector
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    engine.add_request("remote-1", {"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=8))
+    for _ in range(4):
+        engine.step()
+    assert LoadingConnector.loading
+    SEEN.clear()
+    answer = {"error": refused(llm, "sleep", mode="keep"), "told": [one["what"] for one in SEEN]}
+    answer["held"] = segments(llm)[0]["committed_blocks"]
+    LoadingConnector.may_finish = True
+    llm.wake_up(["scheduling"])
+    answer["drained"] = drain(llm)
+    llm.sleep(mode="keep")
+    answer["asleep"] = segments(llm)[0]["committed_blocks"]
+    llm.wake_up()
+    return answer
+
+
+STEPS = {
+    "seen": seen,
+    "segments": segments,
+    "drain": drain,
+    "refused": refused,
+    "nap_while_loading": nap_while_loading,
+}

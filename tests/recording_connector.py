@@ -128,6 +128,35 @@ class SleepingConnector(RecordingConnector):
         self.saw("registered again")
 
 
+class LoadingConnector(SleepingConnector):
+    """Fills the blocks of requests that are named "remote..." while others run, until it is let finish."""
+
+    loading: set[str] = set()
+    may_finish = False
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        if not request.request_id.startswith("remote") or request.request_id in self.asked:
+            return 0, False
+        self.asked.add(request.request_id)
+        return request.num_prompt_tokens // 2 // 128 * 128, True
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            self.loading.add(request.request_id)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str] | None]:
+        if not (self.may_finish and self.loading):
+            return None, None
+        done = set(self.loading)
+        self.loading.clear()
+        return None, done
+
+    @property
+    def asked(self) -> set[str]:
+        return vars(self).setdefault("_asked", set())
+
+
 class PoolConnector(RecordingConnector):
     """May want the cache in memory of its own."""
 

@@ -135,6 +135,21 @@ def test_sleeping_connector_registers_again_after_each_nap(run_engine: Run, stoc
     assert rest[11:] == stock[:2]
 
 
+def test_content_that_is_still_being_loaded_is_not_slept_on(run_engine: Run, stock: list[Any]) -> None:
+    """vLLM refuses that; with the content kept, half of what comes over the network would be restored."""
+    llm = SMALL | {"kv_transfer_config": recording("LoadingConnector")}
+    llm |= {"additional_config": {"extensible_kv_cache": {"sleep_backup": "cpu"}}}
+    nap = {"do": "nap_while_loading", "prompt": [700 + (j * j) % 1200 for j in range(429)]}
+    answer = run_engine(llm, steps(FIGURES, nap, *SINGLES), ENV | HERE)
+    assert answer["error"] is None, answer["log"][-6000:]
+    figures, told, *outputs = answer["results"]
+    assert "waiting for remote KV transfer" in told["error"]
+    assert "unregistered" not in told["told"]
+    assert told["held"] == figures["num_gpu_blocks"]
+    assert told["drained"] and told["asleep"] == 0
+    assert outputs == stock[:2]
+
+
 def test_disk_round_trip_of_two_engines_gives_the_same_output(
     run_engine: Run, stock: list[Any], tmp_path: Path
 ) -> None:
