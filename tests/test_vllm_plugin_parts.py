@@ -115,7 +115,9 @@ def spec(block_size: int = 16, **more: Any) -> Any:
     return types.SimpleNamespace(block_size=block_size, **more)
 
 
-def prefix(specs: list[Any], capacity: int = 10**6, most_blocks: int = 10**6, **scheduler: int) -> int:
+def prefix(
+    specs: list[Any], capacity: int = 10**6, most_blocks: int = 10**6, state: Any = None, **scheduler: int
+) -> int:
     from vllm_integration.prefix import warmup_blocks
 
     worker = types.SimpleNamespace(
@@ -123,6 +125,7 @@ def prefix(specs: list[Any], capacity: int = 10**6, most_blocks: int = 10**6, **
             **{"max_num_batched_tokens": 1024, "max_num_seqs": 8, **scheduler}
         ),
         vllm_config=types.SimpleNamespace(speculative_config=None),
+        model_runner=types.SimpleNamespace(model_state=state),
     )
     config = types.SimpleNamespace(kv_cache_groups=[types.SimpleNamespace(kv_cache_spec=s) for s in specs])
     return warmup_blocks(worker, config, capacity, 1000, most_blocks * 1000)
@@ -138,6 +141,13 @@ def test_prefix_stays_within_its_share_and_the_capacity() -> None:
     assert prefix([spec()], most_blocks=10) == 10
     assert prefix([spec()], most_blocks=0) == 2
     assert prefix([spec()], capacity=7) == 7
+
+
+def test_prefix_holds_the_whole_encoder_output_of_every_request() -> None:
+    cross = type("CrossAttentionSpec", (), {"block_size": 16})()
+    state = types.SimpleNamespace(max_encoder_len=1500)
+    assert prefix([spec(), cross], max_num_seqs=256, state=state) >= 1 + 256 * (1 + 94)
+    assert prefix([spec()], state=state) == prefix([spec()])
 
 
 def test_prefix_holds_sink_blocks_in_full() -> None:

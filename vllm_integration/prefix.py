@@ -25,9 +25,14 @@ def warmup_blocks(
     max_tokens, max_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     speculative = getattr(worker.vllm_config.speculative_config, "num_speculative_tokens", 0) or 0
     request_tokens = (1 + speculative) * WARMUP_STEPS + 2
+    encoder_tokens = getattr(getattr(worker.model_runner, "model_state", None), "max_encoder_len", 0)
     specs = list(layer_specs(kv_cache_config))
-    for_requests = max_requests * sum(_blocks(spec, request_tokens) for spec in specs)
-    for_prefill = sum(_blocks(spec, max_tokens) + _blocks(spec, request_tokens) for spec in specs)
+
+    def blocks(num_tokens: int) -> int:
+        return sum(_blocks(spec, num_tokens, encoder_tokens) for spec in specs)
+
+    for_requests = max_requests * blocks(request_tokens)
+    for_prefill = blocks(max_tokens) + blocks(request_tokens)
     wanted = 1 + max(for_requests, for_prefill)
     affordable = max(2, most_bytes // bytes_per_block)
 
@@ -45,5 +50,7 @@ def layer_specs(kv_cache_config: Any) -> Iterable[Any]:
         yield next(iter(nested.values())) if nested else group.kv_cache_spec
 
 
-def _blocks(spec: Any, num_tokens: int) -> int:
+def _blocks(spec: Any, num_tokens: int, encoder_tokens: int) -> int:
+    if type(spec).__name__ == "CrossAttentionSpec" and encoder_tokens:
+        num_tokens = encoder_tokens  # whatever the request's own length (0.33, v1/worker/gpu/warmup.py)
     return -(-num_tokens // spec.block_size) + (getattr(spec, "num_speculative_blocks", 0) or 0)
