@@ -530,7 +530,7 @@ def test_commit_in_one_piece_that_fails_leaves_the_prefix_and_works_with_less(
 
     cache = WorkerCache.__new__(WorkerCache)
     cache.registered, cache.rank, cache.prefix_blocks, cache.stages = True, 3, 16, Stages()
-    cache.explicit = True
+    cache.explicit, cache.unseen_bytes = True, 0
     cache.pool, view = make_pool("cpu", num_blocks=63, **cache.memory_settings())
     cache.pool.commit(16)
     host_budget(cache.pool.bytes_for(40) - cache.pool.bytes_for(16))
