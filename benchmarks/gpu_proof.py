@@ -307,6 +307,7 @@ def compare(name: str, stock: dict[str, Any], flag: dict[str, Any]) -> Iterator[
     )
     told, untold = story(flag), story(stock)
     grew = any("committed" in line for line in told) and not untold
+    grew = grew and not any("could not run the widest step" in line for line in told)
     yield truth(f"{name}_only_the_flag_grew", grew, " | ".join(told)[:1500])
 
 

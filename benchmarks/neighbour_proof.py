@@ -125,7 +125,7 @@ def _records(
         note=f"alone {alone['results'][3]['num_gpu_blocks']}; measured {report['measured']['blocks']}",
     )
     yield truth(f"neighbour_{name}_blocks_are_committed", blocks == report["committed_blocks"])
-    warned = any("could not back" in line for line in run["log"])
+    warned = any("could not back" in line for line in story(run))
     yield truth(f"neighbour_{name}_commit_comes_up_short", warned, " | ".join(story(run))[:1500], short)
     yield from _load_records(name, run, told[-1]["bytes"] + told[-1]["context_bytes"])
 

@@ -302,6 +302,18 @@ def test_step_that_fails_for_another_reason_than_memory_ends_no_start(
         run_widest_step(made_worker(vllm_config, Runner(torch.OutOfMemoryError("no"))), 8)
 
 
+def test_runner_that_only_has_a_record_of_experts_load_runs_the_step(vllm_config: Any) -> None:
+    """The V2 runner of 0.29 to 0.32 has no `suppress`."""
+    from vllm_integration.widest_step import run_widest_step
+
+    class Before(Runner):
+        eplb = types.SimpleNamespace()
+
+    runner = Before()
+    assert run_widest_step(made_worker(vllm_config, runner), 8) is True
+    assert runner.ran == [{"suppressed": False}]
+
+
 def test_dummy_steps_are_those_of_vllms_worker(vllm_config: Any) -> None:
     """Experts' load is left alone (since 0.33), and tokens go to random experts where asked (since 0.31)."""
     from vllm_integration.least_cache import _narrower_steps

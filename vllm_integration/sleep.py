@@ -8,7 +8,7 @@ keep the content of those blocks; everything else, running requests included, go
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,28 +67,25 @@ def wrap_core_sleep(original: Any) -> Any:
 
 def wrap_resume_scheduler(original: Any) -> Any:
     """Wrap `EngineCore.resume_scheduler`, which `/resume` calls whether there is a cache or not."""
-
-    @functools.wraps(original)
-    def resume_scheduler(self: Any) -> Any:
-        mine = _of(self.model_executor)
-        if mine is not None:
-            mine.check_awake()
-        return original(self)
-
-    return resume_scheduler
+    return _checked(original, EngineSleep.check_awake)
 
 
 def wrap_release(original: Any) -> Any:
     """Wrap `EngineCore.release_kv_cache_memory` (0.31 and later), which resets caches before it discards."""
+    return _checked(original, EngineSleep.check_allowed)
+
+
+def _checked(original: Any, check: Callable[[EngineSleep], None]) -> Any:
+    """Wrap a method of the engine core so that `check` may refuse it first."""
 
     @functools.wraps(original)
-    def release_kv_cache_memory(self: Any) -> Any:
+    def checked(self: Any) -> Any:
         mine = _of(self.model_executor)
         if mine is not None:
-            mine.check_allowed()
+            check(mine)
         return original(self)
 
-    return release_kv_cache_memory
+    return checked
 
 
 def wrap_finish_pause(original: Any) -> Any:

@@ -66,8 +66,9 @@ def _run(worker: Any, num_blocks: int) -> None:
         stack.enter_context(torch.inference_mode())
         stack.enter_context(set_current_vllm_config(worker.vllm_config))
         stack.enter_context(quiet_random(device))
-        if hasattr(runner, "eplb"):  # since 0.33 warm-up leaves experts' load alone, and drafts are warmed up
-            stack.enter_context(runner.eplb.suppress())
+        # Since 0.33 the V2 runner's warm-up, which verifies drafts, leaves the record of experts' load alone.
+        suppress = getattr(getattr(runner, "eplb", None), "suppress", nullcontext)
+        stack.enter_context(suppress())
         held = _rest_of_encoder_cache(worker)
         stack.enter_context(widest_sampling(worker))
         if device.type == "cuda":
