@@ -18,6 +18,17 @@ from vllm_integration import measure
 CPU = torch.device("cpu")
 
 
+def test_replaced_method_of_a_class_leaves_nothing_on_the_instance() -> None:
+    class Plan:
+        def size(self) -> int:
+            return 3
+
+    plan = Plan()
+    with measure.replaced(plan, "size", lambda: 5):
+        assert plan.size() == 5
+    assert plan.size() == 3 and not vars(plan)
+
+
 def test_replaced_value_comes_back_after_an_error() -> None:
     plan = types.SimpleNamespace(num_blocks=64)
     with pytest.raises(KeyError), measure.replaced(plan, "num_blocks", 5):

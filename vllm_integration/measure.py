@@ -26,23 +26,23 @@ __all__ = [
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give attribute `name` of `owner` another value inside the block."""
-    before = getattr(owner, name)
+    """Give attribute `name` of `owner` another value inside the block, and then what it had of its own."""
+    own, before = name in vars(owner), getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)  # its class has it
 
 
 @contextmanager
 def without_graph_estimation(runner: Any) -> Iterator[None]:
     """Make `runner` report 0 bytes of graph memory instead of capturing graphs only to estimate them."""
-    runner.profile_cudagraph_memory = lambda: 0
-    try:
+    with replaced(runner, "profile_cudagraph_memory", lambda: 0):
         yield
-    finally:
-        del runner.profile_cudagraph_memory
 
 
 def free_bytes(device: Any) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 from vllm_integration import connectors, sleep_failure, sleep_host
 from vllm_integration.log import format_bytes, logger
+from vllm_integration.measure import replaced
 
 __all__ = [
     "EngineSleep",
@@ -59,7 +60,7 @@ def wrap_core_sleep(original: Any) -> Any:
         def keeping(mode: str, clear_cache: Any) -> Any:
             return pause(mode=mode, clear_cache=KEEP_HASHES)
 
-        with sleep_failure.replaced(self, "pause_scheduler", keeping):
+        with replaced(self, "pause_scheduler", keeping):
             return original(self, level, mode)
 
     return sleep
@@ -324,5 +325,5 @@ def _hashes_kept(manager: Any) -> Iterator[None]:
         pool = manager.block_pool
         return bool(pool.num_gpu_blocks - pool.get_num_free_blocks() == 1)  # the null block
 
-    with sleep_failure.replaced(manager, "reset_prefix_cache", nothing_in_use):
+    with replaced(manager, "reset_prefix_cache", nothing_in_use):
         yield

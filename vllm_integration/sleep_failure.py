@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_integration.log import logger
+from vllm_integration.measure import replaced
 
-__all__ = ["Outcome", "answered", "attempt", "counted_as_asleep", "loses_weights", "replaced"]
+__all__ = ["Outcome", "answered", "attempt", "counted_as_asleep", "loses_weights"]
 
 ANSWERING = {"sleep": "ekv_sleep", "wake_up": "ekv_wake_up", "discard": "ekv_discard"}
 TAGS = frozenset({"weights", "kv_cache"})
@@ -60,20 +61,6 @@ def answered(executor: Any) -> Iterator[None]:
 
     with replaced(executor, "collective_rpc", collective_rpc):
         yield
-
-
-@contextmanager
-def replaced(instance: Any, method: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Have `instance`, inside the block, another `method`, and then what it had, also if that was its own."""
-    own = vars(instance).get(method)
-    setattr(instance, method, replacement)
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(instance, method)
-        else:
-            setattr(instance, method, own)  # somebody else's wrapper
 
 
 @contextmanager
