@@ -19,7 +19,7 @@ PAIR_CACHE_BYTES = 4 << 30
 # Also where transfers then go through host memory: that it works is to be shown, and what it costs.
 ACCEPTED = {"extensible_kv_cache": {"host_staged_transfers": True}}
 OFFLOADING = ("OffloadingConnector", "SimpleCPUOffloadConnector")
-PAIRS = ("flag", "stock", "default", "decoding", "napping")
+PAIRS = ("flag", "stock", "default", "napping")
 PAIR_ENV = {
     "VLLM_USE_V2_MODEL_RUNNER": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -122,13 +122,9 @@ def nixl_records(
     sized = with_shared_compile_cache(llm | {"kv_cache_memory_bytes": PAIR_CACHE_BYTES}, {})
     for name, devices in places.items():
         runs = {}
-        flag = sized | {"additional_config": ACCEPTED}
-        configs = {"stock": (sized, sized), "flag": (flag, flag)}
+        flag, default = (sized | {"additional_config": config} for config in (ACCEPTED, FLAG))
+        configs = {"stock": (sized, sized), "flag": (flag, flag), "default": (default, default)}
         if name == "one_gpu":
-            default = sized | {"additional_config": FLAG}
-            configs["default"] = (default, default)
-            # The decoding engine reads: what it reads into needs no other process to map it.
-            configs["decoding"] = (sized, flag)
             # With its sleep mode vLLM sets UCX up in another way, so naps have a pair of their own.
             configs["napping"] = (default | {"enable_sleep_mode": True},) * 2
         for kind, llms in configs.items():
@@ -211,15 +207,17 @@ def pair_records(
 def default_records(
     name: str, default: dict[str, Any], stock: dict[str, Any], from_cache: list[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """What the switch alone is held to: nothing is slower, with vLLM's normal cache where need be."""
+    """What the switch alone is held to: nothing is slower, and vLLM's normal cache prefills where need be."""
     yield truth(
         f"nixl_{name}_default_output_as_the_stock_pair",
         default["small"]["outputs"] == stock["small"]["outputs"],
     )
     tokens = _tokens(default["small"]["outputs"])
     yield truth(f"nixl_{name}_default_tokens_as_one_engine_without", tokens == _tokens(from_cache))
-    snapshot = default["started"][0]["snapshot"]
-    kind = snapshot["reservations"][0]["handle_kind"] if snapshot else "vLLM's normal cache"
+    prefills, decodes = (one["snapshot"] for one in default["started"])
+    kind = prefills["reservations"][0]["handle_kind"] if prefills else "vLLM's normal cache"
+    # It reads: what it reads into needs no other process to map it.
+    yield truth(f"nixl_{name}_default_decodes_into_the_extensible_cache", decodes is not None)
     (rate, note), (stock_rate, _) = _rate(default), _rate(stock)
     yield results.record(f"nixl_{name}_default_gb_per_s", rate, "GB/s", note=f"{kind}; {note}")
     ratio = rate / stock_rate if stock_rate else 0.0
@@ -232,26 +230,7 @@ def default_records(
     )
 
 
-def decoding_records(
-    name: str, mixed: dict[str, Any], stock: dict[str, Any], from_cache: list[dict[str, Any]]
-) -> Iterator[dict[str, Any]]:
-    """What a stock engine that prefills and one with the flag that decodes hand over, and how fast."""
-    yield truth(
-        f"nixl_{name}_decoding_output_as_the_stock_pair",
-        mixed["small"]["outputs"] == stock["small"]["outputs"],
-    )
-    tokens = _tokens(mixed["small"]["outputs"])
-    yield truth(f"nixl_{name}_decoding_tokens_as_one_engine_without", tokens == _tokens(from_cache))
-    prefills, decodes = (one["snapshot"] is not None for one in mixed["started"])
-    yield truth(f"nixl_{name}_decoding_alone_has_the_extensible_cache", decodes and not prefills)
-    (rate, note), (stock_rate, _) = _rate(mixed), _rate(stock)
-    yield results.record(
-        f"nixl_{name}_decoding_gb_per_s", rate, "GB/s", note=f"stock {stock_rate:.3g}; {note}"
-    )
-    yield truth(f"nixl_{name}_decoding_engines_exit_cleanly", mixed["exits"] == [0, 0], str(mixed["exits"]))
-
-
-COMPARED = {"flag": pair_records, "default": default_records, "decoding": decoding_records}
+COMPARED = {"flag": pair_records, "default": default_records}
 
 
 def _rate(run: dict[str, Any]) -> tuple[float, str]:

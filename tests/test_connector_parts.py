@@ -1,6 +1,7 @@
 """KV connectors without an engine: every layout and runner, vLLM's own connectors, reasons, handles."""
 
 import logging
+import re
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -273,7 +274,7 @@ def test_simple_offload_moves_committed_blocks_only(
 def _transfer(name: str, **more: Any) -> Any:
     from vllm.config import KVTransferConfig
 
-    return KVTransferConfig(kv_connector=name, kv_role="kv_both", **more)
+    return KVTransferConfig(kv_connector=name, **{"kv_role": "kv_both", **more})
 
 
 def _multi(*children: dict[str, Any]) -> Any:
@@ -309,13 +310,16 @@ def test_vllms_connectors_are_known(vllm_config: Any, name: str, registers: bool
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    ("name", "device", "kinds", "warns"),
+    ("name", "role", "device", "kinds", "warns"),
     [
-        ("NixlConnector", "cuda", ["fd", "fd"], True),
-        ("NixlConnector", "cuda", ["fabric", None], False),
-        ("NixlConnector", "cpu", ["fd"], False),
-        ("MooncakeConnector", "cuda", ["fd"], False),
-        ("OffloadingConnector", "cuda", [None], False),
+        ("NixlConnector", "kv_both", "cuda", ["fd", "fd"], True),
+        ("NixlConnector", "kv_producer", "cuda", ["fd"], True),
+        ("NixlConnector", "kv_consumer", "cuda", ["fd"], False),
+        ("NixlPushConnector", "kv_consumer", "cuda", ["fd"], True),
+        ("NixlConnector", "kv_both", "cuda", ["fabric", None], False),
+        ("NixlConnector", "kv_both", "cpu", ["fd"], False),
+        ("MooncakeConnector", "kv_both", "cuda", ["fd"], False),
+        ("OffloadingConnector", "kv_both", "cuda", [None], False),
     ],
 )
 def test_transport_that_cannot_map_the_cache_is_warned_of(
@@ -323,6 +327,7 @@ def test_transport_that_cannot_map_the_cache_is_warned_of(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
+    role: str,
     device: str,
     kinds: list,
     warns: bool,
@@ -330,7 +335,7 @@ def test_transport_that_cannot_map_the_cache_is_warned_of(
     """A rank without layers answers None."""
     from vllm_integration import connectors
 
-    vllm_config.kv_transfer_config = _transfer(name)
+    vllm_config.kv_transfer_config = _transfer(name, kv_role=role)
     vllm_config.device_config.device_type = device
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     answers = [{"error": None, "handle_kind": kind} for kind in kinds]
@@ -346,8 +351,28 @@ def test_transport_that_cannot_map_the_cache_is_warned_of(
     assert ["no fabric handles (fd)" in text for text in warnings] == [True] * warns
 
 
-def _nixl(**more: Any) -> Any:
-    return _transfer("NixlConnector", **{"kv_buffer_device": "cuda", **more})  # which the CPU has otherwise
+BOTH_WAYS = {"bidirectional_kv_xfer": True}
+DECODING = {"kv_connector": "NixlConnector", "kv_buffer_device": "cuda", "kv_role": "kv_consumer"}
+
+
+def _nixl(name: str = "NixlConnector", **more: Any) -> Any:
+    return _transfer(name, **{"kv_buffer_device": "cuda", **more})  # which the CPU has otherwise
+
+
+@pytest.mark.vllm
+def test_user_class_on_nixl_is_not_taken_to_only_read(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from vllm_integration import connectors
+
+    transfer = vllm_config.kv_transfer_config = _nixl(kv_role="kv_consumer")
+    vllm_config.device_config.device_type = "cuda"
+    assert connectors.staging_reason(vllm_config, "fd", False) is None
+    mine = type("Mine", (KVConnectorFactory.get_connector_class(transfer),), {})
+    monkeypatch.setattr(connectors, "leaves", lambda transfer: [(mine, transfer)])
+    assert "through host memory" in str(connectors.staging_reason(vllm_config, "fd", False))
 
 
 @pytest.mark.vllm
@@ -370,6 +395,12 @@ def _nixl(**more: Any) -> Any:
         ({"has_rdma": True, "handle_kind": "none"}, True),
         ({"device": "cpu"}, False),
         ({"cumem": True}, False),  # as vLLM's own cache then
+        ({"transfer": lambda: _nixl(kv_role="kv_producer")}, True),
+        ({"transfer": lambda: _nixl(kv_role="kv_consumer")}, False),  # it reads, and nobody maps its memory
+        ({"transfer": lambda: _nixl(kv_role="kv_consumer", kv_connector_extra_config=BOTH_WAYS)}, True),
+        ({"transfer": lambda: _nixl(name="NixlPushConnector", kv_role="kv_consumer")}, True),  # others write
+        ({"transfer": lambda: _multi(OFFLOADING, DECODING)}, False),
+        ({"transfer": lambda: _multi(DECODING, {**DECODING, "kv_role": "kv_producer"})}, True),
         ({"transfer": lambda: _nixl(kv_buffer_device="cpu")}, False),
         ({"transfer": lambda: _nixl(kv_connector_extra_config={"backends": ["GDS"]})}, False),
         ({"transfer": lambda: _transfer("MooncakeConnector", kv_buffer_device="cuda")}, False),
@@ -390,7 +421,7 @@ def test_transfers_through_the_host_are_a_reason(vllm_config: Any, change: dict,
         assert reason is None
         return
     assert reason is not None
-    assert "the KV connector NixlConnector would copy blocks between processes" in reason
+    assert re.search(r"the KV connector Nixl(Push)?Connector would copy blocks between processes", reason)
     adapter = (
         "its RDMA adapter cannot reach those"
         if given["has_rdma"]

@@ -8,15 +8,16 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
-from connector_proof import connector_records, decoding_records, default_records, pair_records
+from connector_proof import connector_records, default_records, pair_records
 
 OUTPUTS = [{"tokens": [301, 302], "logprobs": [[[301, -0.5], [9, -1.5]], [[302, -0.25], [9, -2.5]]]}]
 POOL = {"reservations": [{"handle_kind": "fd+rdma"}], "chunks": [{}], "segments": [{}]}
 
 
-def run(gb_per_s: float, snapshot: dict[str, Any] | None) -> dict[str, Any]:
+def run(gb_per_s: float, *snapshots: dict[str, Any] | None) -> dict[str, Any]:
+    """One snapshot for both engines, or that of the prefilling and that of the decoding one."""
     moved = {"outputs": OUTPUTS, "moved": [[10**9, 1 / gb_per_s]]}
-    started = [{"error": None, "snapshot": snapshot}] * 2
+    started = [{"error": None, "snapshot": snapshots[n % len(snapshots)]} for n in range(2)]
     return {"error": None, "started": started, "small": moved, "large": moved, "exits": [0, 0]}
 
 
@@ -50,19 +51,16 @@ def test_pair_that_fell_back_is_told_and_the_rest_still_runs() -> None:
     assert failed(found) == {"flag_has_the_extensible_cache"}
 
 
-@pytest.mark.parametrize(("rate", "snapshot", "bad"), [(200, None, False), (0.5, POOL, True)])
-def test_switch_alone_may_not_be_far_slower(rate: float, snapshot: Any, bad: bool) -> None:
-    found = records(default_records("one_gpu", run(rate, snapshot), run(250, None), OUTPUTS))
-    assert failed(found) == ({"bandwidth_default_vs_stock"} if bad else set())
+@pytest.mark.parametrize(
+    ("rate", "prefills", "decodes", "bad"),
+    [
+        (200, None, POOL, set()),
+        (200, None, None, {"default_decodes_into_the_extensible_cache"}),
+        (0.5, POOL, POOL, {"bandwidth_default_vs_stock"}),
+    ],
+)
+def test_switch_alone_may_not_be_far_slower(rate: float, prefills: Any, decodes: Any, bad: set[str]) -> None:
+    found = records(default_records("one_gpu", run(rate, prefills, decodes), run(250, None), OUTPUTS))
+    assert failed(found) == bad
     kind = found["bandwidth_default_vs_stock"]["note"]
-    assert kind == ("fd+rdma" if snapshot else "vLLM's normal cache")
-
-
-def test_decoding_engine_alone_has_the_extensible_cache() -> None:
-    mixed = run(120, POOL)
-    mixed["started"] = [{"error": None, "snapshot": None}, {"error": None, "snapshot": POOL}]
-    found = records(decoding_records("one_gpu", mixed, run(250, None), OUTPUTS))
-    assert failed(found) == set()
-    assert found["decoding_gb_per_s"]["value"] == pytest.approx(120)
-    found = records(decoding_records("one_gpu", run(120, POOL), run(250, None), OUTPUTS))
-    assert failed(found) == {"decoding_alone_has_the_extensible_cache"}
+    assert kind == ("fd+rdma" if prefills else "vLLM's normal cache")

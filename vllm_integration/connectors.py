@@ -126,6 +126,7 @@ def staging_reason(vllm_config: Any, handle_kind: str, has_rdma: bool) -> str | 
     NIXL's UCX maps the memory of another process of the same host, ordinary memory by a CUDA IPC handle and
     reserved memory by a fabric handle or not at all (libuct_cuda of nixl-cu13 1.5.1). Where it can do neither
     nor use a network adapter, it copies through the host: seen on an H200, 0.5 GB/s instead of 120 to 240.
+    An engine that only decodes reads for itself, and no other process maps its memory: 180 GB/s.
 
     Parameters
     ----------
@@ -142,7 +143,9 @@ def staging_reason(vllm_config: Any, handle_kind: str, has_rdma: bool) -> str | 
     if vllm_config.device_config.device_type != "cuda" or vllm_config.model_config.enable_cumem_allocator:
         return None
     for connector, transfer in _configured(vllm_config):
-        if not _is_kind_of(connector, NIXL) or transfer.kv_buffer_device == "cpu":
+        if not _is_kind_of(connector, NIXL) or _only_reads(connector, transfer):
+            continue
+        if transfer.kv_buffer_device == "cpu":
             continue
         if "UCX" in transfer.get_from_extra_config("backends", ["UCX"]):
             adapter = (
@@ -178,8 +181,11 @@ def settle(sizing: Any, num_blocks: int) -> None:
         num_blocks,
         f", one allocation for each segment (shareable: {', '.join(kinds)})" if kinds else "",
     )
-    nixl = any(_is_kind_of(connector, NIXL) for connector, _ in _configured(vllm_config))
-    if nixl and kinds not in ([], ["fabric"]) and vllm_config.device_config.device_type == "cuda":
+    mapped = any(
+        _is_kind_of(connector, NIXL) and not _only_reads(connector, transfer)
+        for connector, transfer in _configured(vllm_config)
+    )
+    if mapped and kinds not in ([], ["fabric"]) and vllm_config.device_config.device_type == "cuda":
         # Source: libuct_cuda of nixl-cu13 1.5.1, which exports such memory by a fabric handle or not at all.
         logger.warning(
             "Extensible KV cache: this machine gives no fabric handles (%s), so NIXL's UCX cannot map the "
@@ -223,3 +229,16 @@ def _is_vllms(connector: type, names: set[str]) -> bool:
 def _is_kind_of(connector: type, names: set[str]) -> bool:
     """Return whether it is one of vLLM's of these names, or a user's class on top of one."""
     return any(_is_vllms(base, names) for base in connector.__mro__)
+
+
+def _only_reads(connector: type, transfer: Any) -> bool:
+    """Return whether it is NIXL's decoding side, which fetches blocks itself and has none fetched from it.
+
+    Source: vLLM 0.29.0 to 0.33.0, kv_connector/v1/nixl/pull_scheduler.py. With NixlPushConnector, others
+    write.
+    """
+    return (
+        _is_vllms(connector, {"NixlConnector", "NixlPullConnector"})
+        and transfer.kv_role == "kv_consumer"
+        and not transfer.get_from_extra_config("bidirectional_kv_xfer", False)
+    )
