@@ -310,32 +310,34 @@ def test_vllms_connectors_are_known(vllm_config: Any, name: str, registers: bool
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    ("name", "role", "device", "kinds", "warns"),
+    ("transfer", "device", "kinds", "told"),
     [
-        ("NixlConnector", "kv_both", "cuda", ["fd", "fd"], True),
-        ("NixlConnector", "kv_producer", "cuda", ["fd"], True),
-        ("NixlConnector", "kv_consumer", "cuda", ["fd"], False),
-        ("NixlPushConnector", "kv_consumer", "cuda", ["fd"], True),
-        ("NixlConnector", "kv_both", "cuda", ["fabric", None], False),
-        ("NixlConnector", "kv_both", "cpu", ["fd"], False),
-        ("MooncakeConnector", "kv_both", "cuda", ["fd"], False),
-        ("OffloadingConnector", "kv_both", "cuda", [None], False),
+        (lambda: _nixl(), "cuda", ["fd", "fd"], "WARNING"),
+        (lambda: _nixl(kv_role="kv_producer"), "cuda", ["fd"], "WARNING"),
+        (lambda: _nixl(kv_role="kv_consumer"), "cuda", ["fd"], "INFO"),
+        (lambda: _nixl("NixlPushConnector", kv_role="kv_consumer"), "cuda", ["fd"], "WARNING"),
+        (lambda: _multi(DECODING, {**DECODING, "kv_role": "kv_producer"}), "cuda", ["fd"], "WARNING"),
+        (lambda: _nixl(kv_connector_extra_config={"backends": ["LIBFABRIC"]}), "cuda", ["fd"], None),
+        (lambda: _nixl(kv_buffer_device="cpu"), "cuda", ["fd"], None),
+        (lambda: _nixl(), "cuda", ["fabric", None], None),
+        (lambda: _nixl(), "cpu", ["fd"], None),
+        (lambda: _transfer("MooncakeConnector"), "cuda", ["fd"], None),
+        (lambda: _transfer("OffloadingConnector"), "cuda", [None], None),
     ],
 )
 def test_transport_that_cannot_map_the_cache_is_warned_of(
     vllm_config: Any,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    role: str,
+    transfer: Callable[[], Any],
     device: str,
     kinds: list,
-    warns: bool,
+    told: str | None,
 ) -> None:
     """A rank without layers answers None."""
     from vllm_integration import connectors
 
-    vllm_config.kv_transfer_config = _transfer(name, kv_role=role)
+    vllm_config.kv_transfer_config = transfer()
     vllm_config.device_config.device_type = device
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     answers = [{"error": None, "handle_kind": kind} for kind in kinds]
@@ -343,12 +345,16 @@ def test_transport_that_cannot_map_the_cache_is_warned_of(
     sizing = types.SimpleNamespace(vllm_config=vllm_config, core=core, rpc=lambda method, num_blocks: answers)
     with caplog.at_level("INFO", "vllm.extensible_kv"):
         connectors.settle(sizing, BLOCKS)
-    told = {(r.levelname, r.getMessage()) for r in caplog.records}  # some handlers see a line twice
+    # Some handlers see a line twice, and vLLM's own modules log as well.
+    lines = {(r.levelname, r.getMessage()) for r in caplog.records if r.name == "vllm.extensible_kv"}
     shareable = f", one allocation for each segment (shareable: {kinds[0]})" if kinds[0] else ""
+    name = vllm_config.kv_transfer_config.kv_connector
     line = f"Extensible KV cache: the KV connector {name} works on {BLOCKS} committed blocks{shareable}."
-    assert ("INFO", line) in told
-    warnings = [text for level, text in told if level == "WARNING"]
-    assert ["no fabric handles (fd)" in text for text in warnings] == [True] * warns
+    assert ("INFO", line) in lines
+    lines.remove(("INFO", line))
+    assert {level for level, _ in lines} == ({told} if told else set())
+    assert all("no fabric handles (fd)" in text for _, text in lines)
+    assert all(("kv_consumer is taken to decode only" in text) is (told == "INFO") for _, text in lines)
 
 
 BOTH_WAYS = {"bidirectional_kv_xfer": True}
@@ -397,6 +403,10 @@ def test_user_class_on_nixl_is_not_taken_to_only_read(
         ({"cumem": True}, False),  # as vLLM's own cache then
         ({"transfer": lambda: _nixl(kv_role="kv_producer")}, True),
         ({"transfer": lambda: _nixl(kv_role="kv_consumer")}, False),  # it reads, and nobody maps its memory
+        ({"transfer": lambda: _nixl(kv_role="kv_consumer"), "rocm": True}, True),
+        # It would have its own memory registered with the adapter.
+        ({"transfer": lambda: _nixl(kv_role="kv_consumer"), "has_rdma": True}, False),
+        ({"transfer": lambda: _nixl(kv_role="kv_consumer"), "has_rdma": True, "handle_kind": "fd"}, True),
         ({"transfer": lambda: _nixl(kv_role="kv_consumer", kv_connector_extra_config=BOTH_WAYS)}, True),
         ({"transfer": lambda: _nixl(name="NixlPushConnector", kv_role="kv_consumer")}, True),  # others write
         ({"transfer": lambda: _multi(OFFLOADING, DECODING)}, False),
@@ -408,9 +418,15 @@ def test_user_class_on_nixl_is_not_taken_to_only_read(
         ({"transfer": lambda: None}, False),
     ],
 )
-def test_transfers_through_the_host_are_a_reason(vllm_config: Any, change: dict, named: bool) -> None:
+def test_transfers_through_the_host_are_a_reason(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch, change: dict, named: bool
+) -> None:
     """UCX would copy what it maps without the flag."""
+    from vllm.platforms import current_platform
+
     from vllm_integration import connectors
+
+    monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: change.get("rocm", False))
 
     given = {"transfer": _nixl, "handle_kind": "fd+rdma", "has_rdma": False, "device": "cuda"} | change
     vllm_config.kv_transfer_config = given["transfer"]()

@@ -18,11 +18,17 @@ class Ranks:
     """Stands in for `TwoPhaseSizing` with several ranks: vLLM's own planner, real pools, one process."""
 
     def __init__(
-        self, vllm_config: Any, measured_blocks: list[int], budget_bytes: int, capacity: int
+        self,
+        vllm_config: Any,
+        measured_blocks: list[int],
+        budget_bytes: int,
+        capacity: int,
+        states: bool,
+        full_graphs: bool,
     ) -> None:
         import torch
         from vllm.v1.core import kv_cache_utils
-        from vllm.v1.kv_cache_interface import FullAttentionSpec
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
         from vllm.v1.worker.gpu_worker import Worker  # noqa: F401  (registers the cache specs)
 
         from allocator import extensible_kv_pool
@@ -31,6 +37,9 @@ class Ranks:
         check(lib.ekv_host_configure(4096, budget_bytes))
         self.vllm_config, self.core = vllm_config, types.SimpleNamespace()
         spec = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=64, dtype=torch.float32)
+        if states:  # pages of the same size
+            spec = MambaSpec(block_size=512, shapes=((spec.page_size_bytes // 4,),), dtypes=(torch.float32,))
+        self.full_graphs = full_graphs
         self.specs = [{"model.layers.0.attn": spec} for _ in measured_blocks]
         self._configs = kv_cache_utils.get_kv_cache_configs
         self.block_bytes = spec.page_size_bytes
@@ -60,6 +69,7 @@ class Ranks:
         capacity = self.pools[rank][0].capacity_blocks
         return {
             "rank": rank,
+            "full_graphs": self.full_graphs,
             "blocks": self.measured_blocks[rank],
             "blocks_free": self.free_blocks[rank],
             "capacity_bytes": capacity * self.block_bytes,
@@ -104,8 +114,14 @@ def ranks(vllm_config: Any) -> Iterator[Callable[..., Ranks]]:
     gc.collect()
     made: list[Ranks] = []
 
-    def make(measured_blocks: list[int], budget_bytes: int = 1 << 40, capacity: int = 4096) -> Ranks:
-        made.append(Ranks(vllm_config, measured_blocks, budget_bytes, capacity))
+    def make(
+        measured_blocks: list[int],
+        budget_bytes: int = 1 << 40,
+        capacity: int = 4096,
+        states: bool = False,
+        full_graphs: bool = True,
+    ) -> Ranks:
+        made.append(Ranks(vllm_config, measured_blocks, budget_bytes, capacity, states, full_graphs))
         return made[-1]
 
     yield make
@@ -210,6 +226,49 @@ def test_measured_blocks_beyond_the_capacity_are_not_committed(ranks: Callable[.
     assert settle(some, some.config).blocks == 60
     assert some.committed() == [60]
     assert "ekv_rollback" not in some.calls
+
+
+def test_case_16_states_of_mamba_are_checked_against_the_final_size(
+    ranks: Callable[..., Ranks], vllm_config: Any
+) -> None:
+    """1,024 sequences: vLLM's own check has seen the 4,096 blocks of the reservation."""
+    from vllm_integration.final_size import settle
+
+    vllm_config.scheduler_config.max_num_seqs = 1024
+    some = ranks([512], states=True)
+    assert some.config.has_mamba_layers
+    with pytest.raises(SizingError, match="max_num_seqs 1024 needs 1024 blocks.* and 512 blocks"):
+        settle(some, some.config)
+    assert "ekv_commit" not in some.calls
+    some = ranks([1024], states=True)
+    assert settle(some, some.config).blocks == 1024
+
+
+@pytest.mark.parametrize("kept", [{"full_graphs": False, "states": True}, {"states": False}])
+def test_case_16_is_none_without_mamba_or_captured_decode_steps(
+    ranks: Callable[..., Ranks], vllm_config: Any, kept: dict[str, bool]
+) -> None:
+    from vllm_integration.final_size import settle
+
+    vllm_config.scheduler_config.max_num_seqs = 1024
+    some = ranks([512], **kept)
+    assert settle(some, some.config).blocks == 512
+
+
+@pytest.mark.parametrize("fits", [50, 30])
+def test_case_16_commit_that_comes_up_short_keeps_a_block_for_each_state(
+    ranks: Callable[..., Ranks], vllm_config: Any, fits: int
+) -> None:
+    from vllm_integration.final_size import settle
+
+    vllm_config.scheduler_config.max_num_seqs = 40
+    some = ranks([60], budget_bytes=fits * 131072, states=True)
+    if fits >= 40:
+        assert settle(some, some.config).blocks == fits
+        return
+    with pytest.raises(SizingError, match="30 blocks would fit now, and max_num_seqs 40 with Mamba layers"):
+        settle(some, some.config)
+    assert some.committed() == [2]
 
 
 def _ask(some: Ranks, how: str) -> None:

@@ -28,14 +28,14 @@ class Device:
     """A GPU: what PyTorch holds in use, what it only keeps, and what others hold."""
 
     def __init__(self) -> None:
-        self.in_use, self.kept, self.outside, self.pool = 0, 0, CONTEXT, None
+        self.total, self.in_use, self.kept, self.outside, self.pool = TOTAL, 0, 0, CONTEXT, None
         self.step_bytes, self.step_works = STEP, True
         self.before = 0  # of this process, when the worker begins
         self.of_others, self.drift, self.nvml_tells = 0, 0, False
 
     def free_bytes(self, device: Any) -> int:
         pool = self.pool.physical_bytes if self.pool else 0
-        return TOTAL - self.in_use - self.kept - self.outside - pool
+        return self.total - self.in_use - self.kept - self.outside - pool
 
     def own_bytes(self, device: Any) -> int:
         return self.in_use + self.kept + self.drift
@@ -63,14 +63,18 @@ class Started:
     """A GPU worker's cache after its profile, before warm-up, of which 2 blocks are backed."""
 
     def __init__(self, device: Device, share: float, explicit: int | None, library: int) -> None:
+        from vllm.config import CompilationConfig
+
         free = device.free_bytes(None)
         self.device, self.explicit = device, explicit
         self.worker = types.SimpleNamespace(
             device=types.SimpleNamespace(type="cuda", index=0),
             rank=0,
-            vllm_config=types.SimpleNamespace(kv_transfer_config=None),
+            vllm_config=types.SimpleNamespace(
+                kv_transfer_config=None, compilation_config=CompilationConfig(cudagraph_mode="NONE")
+            ),
             cache_config=types.SimpleNamespace(kv_cache_memory_bytes=explicit, num_gpu_blocks_override=None),
-            requested_memory=int(TOTAL * share),
+            requested_memory=int(device.total * share),
             init_snapshot=types.SimpleNamespace(free_memory=free),
             _ekv_before=own_context.Before(by_pytorch={0: device.own_bytes(None)}),
             _ekv_context_bytes=CONTEXT,
@@ -124,8 +128,9 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Started]:
         outside: int = CONTEXT,
         library: int = 0,
         held_before: int = 0,
+        total: int = TOTAL,
     ) -> Started:
-        device.outside = outside
+        device.total, device.outside, device.kept, device.pool = total, outside, 0, None
         device.in_use = device.before = held_before
         return Started(device, share, explicit, library)
 
@@ -199,6 +204,16 @@ def test_case_3_transient_of_capture_that_pytorch_keeps_does_not_count(start: Ca
     started.device.step_bytes = 0
     started.device.capture(GIB, 24 * MIB)
     assert started.blocks() == expected(graphs=24 * MIB, step=0)
+
+
+def test_case_4_eight_ranks_hold_no_more_than_was_requested(start: Callable[..., Started]) -> None:
+    """0.95 of 31.38 GiB each, the context included; libraries take 37 MiB more on each next rank."""
+    total = int(31.38 * GIB)
+    libraries = [rank * 37 * MIB for rank in range(8)]
+    found = [start(0.95, library=library, total=total).blocks() for library in libraries]
+    assert found == sorted(found, reverse=True) and found[0] > found[7]
+    held = [CONTEXT + WEIGHTS + library + STEP + min(found) * BLOCK for library in libraries]
+    assert max(held) + MARGIN <= 0.95 * total < max(held) + MARGIN + BLOCK
 
 
 def test_case_5_what_the_sampler_keeps_after_capture_counts(start: Callable[..., Started]) -> None:

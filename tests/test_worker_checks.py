@@ -116,9 +116,18 @@ def _spec(name: str, **more: Any) -> Any:
         ("FullAttentionSpec", "NixlConnector", False),
     ],
 )
+@pytest.mark.parametrize("rocm", [False, True])
 def test_sinks_do_not_survive_being_taken_in_one_piece(
-    vllm_config: Any, name: str, connector: str | None, named: bool
+    vllm_config: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    connector: str | None,
+    named: bool,
+    rocm: bool,
 ) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: rocm)
     more = {"sink_len": 128} if name.startswith("Sink") else {}
     reason = layout_reason(vllm_config, _spec(name, **more), connector)
     assert (reason is not None and "NixlConnector needs memory in one piece" in reason) is named

@@ -126,7 +126,8 @@ def staging_reason(vllm_config: Any, handle_kind: str, has_rdma: bool) -> str | 
     NIXL's UCX maps the memory of another process of the same host, ordinary memory by a CUDA IPC handle and
     reserved memory by a fabric handle or not at all (libuct_cuda of nixl-cu13 1.5.1). Where it can do neither
     nor use a network adapter, it copies through the host: seen on an H200, 0.5 GB/s instead of 120 to 240.
-    An engine that only decodes reads for itself, and no other process maps its memory: 180 GB/s.
+    An engine that only decodes maps others' memory, and nobody maps its own: 180 GB/s. (With an adapter, its
+    own would have to be registered there.)
 
     Parameters
     ----------
@@ -143,19 +144,16 @@ def staging_reason(vllm_config: Any, handle_kind: str, has_rdma: bool) -> str | 
     if vllm_config.device_config.device_type != "cuda" or vllm_config.model_config.enable_cumem_allocator:
         return None
     for connector, transfer in _configured(vllm_config):
-        if not _is_kind_of(connector, NIXL) or _only_reads(connector, transfer):
+        if not _is_over_ucx(connector, transfer) or (_only_reads(connector, transfer) and not has_rdma):
             continue
-        if transfer.kv_buffer_device == "cpu":
-            continue
-        if "UCX" in transfer.get_from_extra_config("backends", ["UCX"]):
-            adapter = (
-                "its RDMA adapter cannot reach those" if has_rdma else "no RDMA adapter is in /dev/infiniband"
-            )
-            return (
-                f"the KV connector {transfer.kv_connector} would copy blocks between processes of this host "
-                "through host memory: UCX maps reserved memory by fabric handles only, this machine gives "
-                f'"{handle_kind}" ones, and {adapter} (host_staged_transfers accepts that)'
-            )
+        adapter = (
+            "its RDMA adapter cannot reach those" if has_rdma else "no RDMA adapter is in /dev/infiniband"
+        )
+        return (
+            f"the KV connector {transfer.kv_connector} would copy blocks between processes of this host "
+            "through host memory: UCX maps reserved memory by fabric handles only, this machine gives "
+            f'"{handle_kind}" ones, and {adapter} (host_staged_transfers accepts that)'
+        )
     return None
 
 
@@ -181,22 +179,25 @@ def settle(sizing: Any, num_blocks: int) -> None:
         num_blocks,
         f", one allocation for each segment (shareable: {', '.join(kinds)})" if kinds else "",
     )
-    mapped = any(
-        _is_kind_of(connector, NIXL) and not _only_reads(connector, transfer)
-        for connector, transfer in _configured(vllm_config)
-    )
-    if mapped and kinds not in ([], ["fabric"]) and vllm_config.device_config.device_type == "cuda":
-        # Source: libuct_cuda of nixl-cu13 1.5.1, which exports such memory by a fabric handle or not at all.
-        logger.warning(
-            "Extensible KV cache: this machine gives no fabric handles (%s), so NIXL's UCX cannot map the "
-            "cache into another process of the same host: blocks between such go over a network adapter or "
-            "through host memory.",
-            ", ".join(kinds),
-        )
+    if kinds not in ([], ["fabric"]) and vllm_config.device_config.device_type == "cuda":
+        _tell_of_ucx(vllm_config, ", ".join(kinds))
     # Since 0.33 the engine asks for this before warm-up, when there is no connector yet.
     cache_config = vllm_config.cache_config
     if getattr(cache_config, "simple_cpu_offload_num_blocks", None) is not None:
         cache_config.simple_cpu_offload_num_blocks = executor.get_simple_cpu_offload_num_blocks()
+
+
+def _tell_of_ucx(vllm_config: Any, kinds: str) -> None:
+    # Source: libuct_cuda of nixl-cu13 1.5.1, which exports such memory by a fabric handle or not at all.
+    over_ucx = [leaf for leaf in _configured(vllm_config) if _is_over_ucx(*leaf)]
+    what = (
+        f"this machine gives no fabric handles ({kinds}), so NIXL's UCX cannot map the cache into another "
+        "process of the same host: blocks between such go over a network adapter or through host memory"
+    )
+    if any(not _only_reads(*leaf) for leaf in over_ucx):
+        logger.warning("Extensible KV cache: %s.", what)
+    elif over_ucx:  # vLLM goes by each request, whatever the role
+        logger.info("Extensible KV cache: kv_consumer is taken to decode only. Would it prefill, %s.", what)
 
 
 def _configured(vllm_config: Any) -> list[tuple[type, Any]]:
@@ -231,14 +232,23 @@ def _is_kind_of(connector: type, names: set[str]) -> bool:
     return any(_is_vllms(base, names) for base in connector.__mro__)
 
 
+def _is_over_ucx(connector: type, transfer: Any) -> bool:
+    """Return whether it is NIXL and has UCX move blocks of device memory."""
+    backends = transfer.get_from_extra_config("backends", ["UCX"])
+    return _is_kind_of(connector, NIXL) and transfer.kv_buffer_device != "cpu" and "UCX" in backends
+
+
 def _only_reads(connector: type, transfer: Any) -> bool:
     """Return whether it is NIXL's decoding side, which fetches blocks itself and has none fetched from it.
 
     Source: vLLM 0.29.0 to 0.33.0, kv_connector/v1/nixl/pull_scheduler.py. With NixlPushConnector, others
-    write.
+    write. What UCX does on ROCm nobody has looked at.
     """
+    from vllm.platforms import current_platform
+
     return (
         _is_vllms(connector, {"NixlConnector", "NixlPullConnector"})
         and transfer.kv_role == "kv_consumer"
         and not transfer.get_from_extra_config("bidirectional_kv_xfer", False)
+        and not current_platform.is_rocm()
     )

@@ -49,9 +49,12 @@ def layout_reason(worker: Any, kv_cache_config: Any) -> str | None:
     from allocator import BlockLayout
     from allocator.views import parse_view
 
-    # On ROCm vLLM's allocation runs kernels as well, which a plan without memory cannot; binding checks.
-    if not kv_cache_config.kv_cache_tensors or current_platform.is_rocm():
+    if not kv_cache_config.kv_cache_tensors:
         return None
+    reason = _connector_reason(worker, kv_cache_config)
+    # On ROCm vLLM's allocation runs kernels as well, which a plan without memory cannot; binding checks.
+    if reason or current_platform.is_rocm():
+        return reason
     for group in kv_cache_config.kv_cache_groups:
         if not getattr(group.kv_cache_spec, "has_layer_views", True):
             return f"{type(group.kv_cache_spec).__name__} lays out the cache by itself"
@@ -59,18 +62,23 @@ def layout_reason(worker: Any, kv_cache_config: Any) -> str | None:
     try:
         specs = view_specs_of_plan(kv_cache_config, worker.cache_config.get_resolved_kv_cache_layout())
         BlockLayout.from_views(0, size, specs)
-        return _connector_reason(worker, kv_cache_config, [parse_view(s, 0, size, 0) for s in specs])
+        return _pieces_reason(worker, [parse_view(s, 0, size, 0) for s in specs])
     except ValueError as error:
         return f"the layers do not agree on where the blocks are: {error}"
 
 
-def _connector_reason(worker: Any, kv_cache_config: Any, views: list[Any]) -> str | None:
+def _pieces_reason(worker: Any, views: list[Any]) -> str | None:
+    name = getattr(worker.vllm_config.kv_transfer_config, "kv_connector", None)
+    if name is None or not any(view.outer_dims for view in views):
+        return None
+    layout = worker.cache_config.get_resolved_kv_cache_layout().name
+    return f"the KV connector {name} is given each layer in one piece, and {layout} has it in several"
+
+
+def _connector_reason(worker: Any, kv_cache_config: Any) -> str | None:
     name = getattr(worker.vllm_config.kv_transfer_config, "kv_connector", None)
     if name is None:
         return None
-    if any(view.outer_dims for view in views):
-        layout = worker.cache_config.get_resolved_kv_cache_layout().name
-        return f"the KV connector {name} is given each layer in one piece, and {layout} has it in several"
     sizes = {tensor.block_stride for tensor in kv_cache_config.kv_cache_tensors}
     if len(sizes) > 1 and takes_one_size(worker.vllm_config):
         return f"the KV connector {name} of vLLM 0.29 takes all layers to be of one size"
