@@ -184,7 +184,7 @@ def pair_records(
     rates = {}
     for kind, run in (("flag", flag), ("stock", stock)):
         rates[kind], note = _rate(run)
-        yield results.record(f"nixl_{name}_{kind}_gb_per_s", rates[kind], "GB/s", note=note)
+        yield results.record(f"nixl_{name}_{kind}_gb_per_s", rates[kind], "GB/s", better="higher", note=note)
     snapshots = [one["snapshot"] for one in flag["started"]]
     yield truth(f"nixl_{name}_flag_has_the_extensible_cache", all(snapshots))
     if not all(snapshots):
@@ -219,7 +219,9 @@ def default_records(
     # It reads: what it reads into needs no other process to map it.
     yield truth(f"nixl_{name}_default_decodes_into_the_extensible_cache", decodes is not None)
     (rate, note), (stock_rate, _) = _rate(default), _rate(stock)
-    yield results.record(f"nixl_{name}_default_gb_per_s", rate, "GB/s", note=f"{kind}; {note}")
+    yield results.record(
+        f"nixl_{name}_default_gb_per_s", rate, "GB/s", better="higher", note=f"{kind}; {note}"
+    )
     ratio = rate / stock_rate if stock_rate else 0.0
     # Single transfers take half a millisecond, and those of one run differ by five times.
     yield results.record(

@@ -47,7 +47,8 @@ def tp_records(
         did = run["results"][2]
         yield truth(f"tp2_{name}_survives_load", did["error"] is None, _text(did["error"]))
         yield results.record(f"tp2_{name}_start_s", run["seconds"]["start"], "s")
-        yield results.record(f"tp2_{name}_kv_tokens", run["results"][1]["kv_cache_size_tokens"], "tokens")
+        tokens = run["results"][1]["kv_cache_size_tokens"]
+        yield results.record(f"tp2_{name}_kv_tokens", tokens, "tokens", better="higher")
     yield from _ranks(flag, stock)
 
 
@@ -64,7 +65,7 @@ def _ranks(flag: dict[str, Any], stock: dict[str, Any]) -> Iterator[dict[str, An
             f"tp2_rank{rank}_budget_left_gib", left, "GiB", limit=0, better="higher", note=note
         )
         left = (budget - stock["use"]["peaks"][rank]) / GIB
-        yield results.record(f"tp2_rank{rank}_budget_left_stock_gib", left, "GiB", note=note)
+        yield results.record(f"tp2_rank{rank}_budget_left_stock_gib", left, "GiB", better="higher", note=note)
     yield truth(
         "tp2_only_the_flag_grew", bool(story(flag)) and not story(stock), " | ".join(story(flag))[:1500]
     )

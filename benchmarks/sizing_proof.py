@@ -90,7 +90,7 @@ def _records(
     yield results.record(
         f"{name}_start_s", run["seconds"]["start"], "s", note="compile caches not controlled"
     )
-    yield results.record(f"{name}_kv_tokens", before["kv_cache_size_tokens"], "tokens")
+    yield results.record(f"{name}_kv_tokens", before["kv_cache_size_tokens"], "tokens", better="higher")
     survived = load["error"] is None
     did = {key: load[key] for key in load if key.startswith("widest") or key in ("steps", "generated_tokens")}
     yield truth(
@@ -110,9 +110,13 @@ def _records(
     budget = configuration.utilization * _total_bytes(run)
     note = f"budget {budget / GIB:.3f} GiB, {configuration.utilization} of {_total_bytes(run) / GIB:.3f}"
     yield results.record(f"{name}_peak_in_load_gib", peak / GIB, "GiB", note=note)
-    limits = {"limit": 0.0, "better": "higher"} if is_flag else {}
     yield results.record(
-        f"{name}_budget_left_gib", _left(run, configuration) / GIB, "GiB", note=note, **limits
+        f"{name}_budget_left_gib",
+        _left(run, configuration) / GIB,
+        "GiB",
+        limit=0.0 if is_flag else None,
+        better="higher",
+        note=note,
     )
 
 

@@ -46,8 +46,8 @@ def records_of(num_bytes: int, rounds: int, device: str) -> list[dict]:
     pool.commit(num_blocks)
     to_host, to_device = pinned_gib_per_s(min(num_bytes, 4 * GIB), rounds, device)
     out = [
-        results.from_samples("pinned_copy_to_host", to_host, "GiB/s"),
-        results.from_samples("pinned_copy_to_device", to_device, "GiB/s"),
+        results.from_samples("pinned_copy_to_host", to_host, "GiB/s", better="higher"),
+        results.from_samples("pinned_copy_to_device", to_device, "GiB/s", better="higher"),
     ]
     choices = {
         "all": list(range(num_blocks)),
@@ -57,9 +57,11 @@ def records_of(num_bytes: int, rounds: int, device: str) -> list[dict]:
         first, saves, restores, intact = naps(pool, view, blocks, rounds, device)
         note = f"{len(blocks)} of {num_blocks} blocks, {NUM_SEGMENTS} segments, {BLOCK_BYTES} bytes each"
         out += [
-            results.record(f"first_save_{name}", first, "GiB/s", note=f"{note}; takes the pinned memory"),
-            results.from_samples(f"save_{name}", saves, "GiB/s", note=note),
-            results.from_samples(f"restore_{name}", restores, "GiB/s", note=note),
+            results.record(
+                f"first_save_{name}", first, "GiB/s", better="higher", note=f"{note}; takes the pinned memory"
+            ),
+            results.from_samples(f"save_{name}", saves, "GiB/s", better="higher", note=note),
+            results.from_samples(f"restore_{name}", restores, "GiB/s", better="higher", note=note),
             *(
                 results.record(
                     f"{way}_{name}_share_of_pinned_copy",

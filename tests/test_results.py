@@ -25,6 +25,14 @@ def test_read_file_of_this_repository_is_valid(path: Path) -> None:
     results.read(path)
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_file_of_this_repository_says_which_side_is_better(path: Path) -> None:
+    """Also where there is no limit: of rates, tokens and what is left, more is better."""
+    for item in results.read(path)["records"]:
+        if item["unit"] in ("GB/s", "GiB/s", "tokens") or "_budget_left_" in item["name"]:
+            assert item["better"] != "lower", item["name"]
+
+
 def sample() -> dict[str, Any]:
     return results.build(
         [

@@ -111,7 +111,8 @@ def test_log_names_what_the_table_divides(
         finally:
             report.logger.removeHandler(caplog.handler)
     assert told in caplog.text
-    tail = "kv_cache_memory_bytes asked for that" if explicit else "without it the profile allowed 550 blocks"
+    stock = "vLLM's profile, graphs not counted, allowed 550 blocks"
+    tail = "kv_cache_memory_bytes asked for that" if explicit else stock
     assert f"in 0.500 s; {tail}. Ready after 1.50 s." in caplog.text
 
 

@@ -329,3 +329,56 @@ def test_dummy_steps_are_those_of_vllms_worker(vllm_config: Any) -> None:
         _narrower_steps(worker)
         steps = [expected | {"is_profile": True, "tokens": tokens} for tokens in (48, 32, 16)]
         assert runner.ran == steps
+
+
+@pytest.mark.parametrize(
+    ("warms_up", "error", "warning"),
+    [
+        (True, None, None),
+        (False, None, "enable_jit_warmup is off"),
+        (True, ValueError("no such kernel"), "ValueError: no such kernel"),
+        (True, torch.OutOfMemoryError("no"), None),
+    ],
+)
+def test_v2_drafts_are_verified_within_the_backed_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    warms_up: bool,
+    error: Exception | None,
+    warning: str | None,
+) -> None:
+    """By vLLM's own warm-up, which needs a GPU: here it is replaced by what it was given."""
+    from vllm.v1.worker.gpu import warmup
+
+    from vllm_integration.widest_step import _verify_drafts
+
+    seen: list[Any] = []
+
+    def warmup_kernels(runner: Any, execute_model: Any, sample_tokens: Any) -> None:
+        seen.append((runner.kv_cache_config.num_blocks, execute_model, sample_tokens))
+        if error:
+            raise error
+
+    monkeypatch.setattr(warmup, "warmup_kernels", warmup_kernels)
+    cache = types.SimpleNamespace(num_blocks=1000)
+    worker = types.SimpleNamespace(
+        device=types.SimpleNamespace(type="cuda"),
+        use_v2_model_runner=True,
+        execute_model="execute",
+        sample_tokens="sample",
+        vllm_config=types.SimpleNamespace(
+            speculative_config=object(), kernel_config=types.SimpleNamespace(enable_jit_warmup=warms_up)
+        ),
+        model_runner=types.SimpleNamespace(kv_cache_config=cache, is_pooling_model=False),
+    )
+    if isinstance(error, torch.OutOfMemoryError):
+        with pytest.raises(torch.OutOfMemoryError):
+            _verify_drafts(worker, 8)
+    else:
+        _verify_drafts(worker, 8)
+    assert seen == ([(8, "execute", "sample")] if warms_up else [])
+    assert cache.num_blocks == 1000
+    lines = [record.getMessage() for record in caplog.records if record.name == "vllm.extensible_kv"]
+    assert ["the rows of speculative decoding" in line and warning in line for line in lines[:1]] == (
+        [True] if warning else []
+    )

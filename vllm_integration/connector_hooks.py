@@ -1,4 +1,4 @@
-"""The records of what KV connectors need of vLLM; `hooks` checks these with its own. Nothing is wrapped."""
+"""The records of what KV connectors need of vLLM; `hooks` checks these with its own. No class is wrapped."""
 
 from __future__ import annotations
 

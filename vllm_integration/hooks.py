@@ -2,8 +2,8 @@
 
 `FLAG` goes in when the plugin is loaded; `ENGINE` in the process of the engine core, `CLIENT` in its front
 end and `ALLOCATION` in the workers, only when the switch is on or vLLM has loaded the module anyway.
-`RELIED_ON` is called or overridden by subclassing, never replaced. All of them are checked before the first
-one is applied.
+`RELIED_ON` is called, overridden by subclassing, or replaced while one call of ours runs, with
+`measure.replaced`. All of them are checked before the first one is applied.
 """
 
 from __future__ import annotations

@@ -161,7 +161,13 @@ def _verify_drafts(worker: Any, num_blocks: int) -> None:
     is_v2 = worker.device.type == "cuda" and getattr(worker, "use_v2_model_runner", False)
     # Without it warm-up has not run these kernels, and what they resize may be what graphs point at.
     warmed_up = getattr(getattr(config, "kernel_config", None), "enable_jit_warmup", True)
-    if not is_v2 or config.speculative_config is None or not warmed_up or runner.is_pooling_model:
+    if not is_v2 or config.speculative_config is None or runner.is_pooling_model:
+        return
+    what = "the rows of speculative decoding"
+    if not warmed_up:
+        not_measured(
+            what, NotImplementedError("enable_jit_warmup is off, so warm-up has not run their kernels")
+        )
         return
     try:
         from vllm.v1.worker.gpu.warmup import warmup_kernels
@@ -171,4 +177,4 @@ def _verify_drafts(worker: Any, num_blocks: int) -> None:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        not_measured("the rows of speculative decoding", error)
+        not_measured(what, error)
