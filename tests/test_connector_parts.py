@@ -310,19 +310,20 @@ def test_vllms_connectors_are_known(vllm_config: Any, name: str, registers: bool
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    ("transfer", "device", "kinds", "told"),
+    ("transfer", "device", "kinds", "told", "has_rdma"),
     [
-        (lambda: _nixl(), "cuda", ["fd", "fd"], "WARNING"),
-        (lambda: _nixl(kv_role="kv_producer"), "cuda", ["fd"], "WARNING"),
-        (lambda: _nixl(kv_role="kv_consumer"), "cuda", ["fd"], "INFO"),
-        (lambda: _nixl("NixlPushConnector", kv_role="kv_consumer"), "cuda", ["fd"], "WARNING"),
-        (lambda: _multi(DECODING, {**DECODING, "kv_role": "kv_producer"}), "cuda", ["fd"], "WARNING"),
-        (lambda: _nixl(kv_connector_extra_config={"backends": ["LIBFABRIC"]}), "cuda", ["fd"], None),
-        (lambda: _nixl(kv_buffer_device="cpu"), "cuda", ["fd"], None),
-        (lambda: _nixl(), "cuda", ["fabric", None], None),
-        (lambda: _nixl(), "cpu", ["fd"], None),
-        (lambda: _transfer("MooncakeConnector"), "cuda", ["fd"], None),
-        (lambda: _transfer("OffloadingConnector"), "cuda", [None], None),
+        (lambda: _nixl(), "cuda", ["fd", "fd"], "WARNING", False),
+        (lambda: _nixl(kv_role="kv_producer"), "cuda", ["fd"], "WARNING", False),
+        (lambda: _nixl(kv_role="kv_consumer"), "cuda", ["fd"], "INFO", False),
+        (lambda: _nixl(kv_role="kv_consumer"), "cuda", ["fd"], "WARNING", True),
+        (lambda: _nixl("NixlPushConnector", kv_role="kv_consumer"), "cuda", ["fd"], "WARNING", False),
+        (lambda: _multi(DECODING, {**DECODING, "kv_role": "kv_producer"}), "cuda", ["fd"], "WARNING", False),
+        (lambda: _nixl(kv_connector_extra_config={"backends": ["LIBFABRIC"]}), "cuda", ["fd"], None, False),
+        (lambda: _nixl(kv_buffer_device="cpu"), "cuda", ["fd"], None, False),
+        (lambda: _nixl(), "cuda", ["fabric", None], None, False),
+        (lambda: _nixl(), "cpu", ["fd"], None, False),
+        (lambda: _transfer("MooncakeConnector"), "cuda", ["fd"], None, False),
+        (lambda: _transfer("OffloadingConnector"), "cuda", [None], None, False),
     ],
 )
 def test_transport_that_cannot_map_the_cache_is_warned_of(
@@ -333,6 +334,7 @@ def test_transport_that_cannot_map_the_cache_is_warned_of(
     device: str,
     kinds: list,
     told: str | None,
+    has_rdma: bool,
 ) -> None:
     """A rank without layers answers None."""
     from vllm_integration import connectors
@@ -340,7 +342,7 @@ def test_transport_that_cannot_map_the_cache_is_warned_of(
     vllm_config.kv_transfer_config = transfer()
     vllm_config.device_config.device_type = device
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    answers = [{"error": None, "handle_kind": kind} for kind in kinds]
+    answers = [{"error": None, "handle_kind": kind, "has_rdma": has_rdma} for kind in kinds]
     core = types.SimpleNamespace(model_executor=None)
     sizing = types.SimpleNamespace(vllm_config=vllm_config, core=core, rpc=lambda method, num_blocks: answers)
     with caplog.at_level("INFO", "vllm.extensible_kv"):
@@ -543,7 +545,9 @@ def layout_reason(vllm_config: Any, kind: str, layout: str, transfer: Any) -> st
 
 
 @pytest.mark.vllm
-def test_layer_in_several_pieces_is_named(vllm_config: Any) -> None:
+def test_layer_in_several_pieces_is_named(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
     nixl = _transfer("NixlConnector")
     assert layout_reason(vllm_config, "full", "LBHNC", nixl) is None
     assert layout_reason(vllm_config, "full", "BLHNC", nixl) is None
@@ -552,6 +556,11 @@ def test_layer_in_several_pieces_is_named(vllm_config: Any) -> None:
         named
         == "the KV connector NixlConnector is given each layer in one piece, and LHBNC has it in several"
     )
+    assert layout_reason(vllm_config, "full", "LHBNC", None) is None
+    # On ROCm there is no plan of views to look at, and the layout's name has to do.
+    monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
+    assert layout_reason(vllm_config, "full", "LHBNC", nixl) == named
+    assert layout_reason(vllm_config, "full", "LBHNC", nixl) is None
     assert layout_reason(vllm_config, "full", "LHBNC", None) is None
 
 

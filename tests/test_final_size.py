@@ -39,7 +39,7 @@ class Ranks:
         spec = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=64, dtype=torch.float32)
         if states:  # pages of the same size
             spec = MambaSpec(block_size=512, shapes=((spec.page_size_bytes // 4,),), dtypes=(torch.float32,))
-        self.full_graphs = full_graphs
+        self.captures = [full_graphs] * len(measured_blocks)
         self.specs = [{"model.layers.0.attn": spec} for _ in measured_blocks]
         self._configs = kv_cache_utils.get_kv_cache_configs
         self.block_bytes = spec.page_size_bytes
@@ -69,7 +69,7 @@ class Ranks:
         capacity = self.pools[rank][0].capacity_blocks
         return {
             "rank": rank,
-            "full_graphs": self.full_graphs,
+            "full_graphs": self.captures[rank],
             "blocks": self.measured_blocks[rank],
             "blocks_free": self.free_blocks[rank],
             "capacity_bytes": capacity * self.block_bytes,
@@ -253,6 +253,17 @@ def test_case_16_is_none_without_mamba_or_captured_decode_steps(
     vllm_config.scheduler_config.max_num_seqs = 1024
     some = ranks([512], **kept)
     assert settle(some, some.config).blocks == 512
+
+
+def test_case_16_one_rank_that_captures_is_enough(ranks: Callable[..., Ranks], vllm_config: Any) -> None:
+    """In pipeline parallelism, where ranks without layers do not capture."""
+    from vllm_integration.final_size import settle
+
+    vllm_config.scheduler_config.max_num_seqs = 1024
+    some = ranks([512, 512], states=True)
+    some.captures = [False, True]
+    with pytest.raises(SizingError, match="max_num_seqs 1024 needs 1024 blocks"):
+        settle(some, some.config)
 
 
 @pytest.mark.parametrize("fits", [50, 30])

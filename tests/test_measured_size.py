@@ -216,6 +216,19 @@ def test_case_4_eight_ranks_hold_no_more_than_was_requested(start: Callable[...,
     assert max(held) + MARGIN <= 0.95 * total < max(held) + MARGIN + BLOCK
 
 
+@pytest.mark.parametrize(
+    ("mode", "full"), [("NONE", False), ("PIECEWISE", False), ("FULL_AND_PIECEWISE", True), ("FULL", True)]
+)
+def test_case_16_worker_says_whether_decode_steps_are_captured_whole(
+    start: Callable[..., Started], mode: str, full: bool
+) -> None:
+    from vllm.config import CompilationConfig
+
+    started = start()
+    started.worker.vllm_config.compilation_config = CompilationConfig(cudagraph_mode=mode)
+    assert started.ekv_measure()["full_graphs"] is full
+
+
 def test_case_5_what_the_sampler_keeps_after_capture_counts(start: Callable[..., Started]) -> None:
     started = start()
     started.device.capture(136 * MIB, 136 * MIB)

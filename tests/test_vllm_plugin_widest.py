@@ -331,21 +331,46 @@ def test_dummy_steps_are_those_of_vllms_worker(vllm_config: Any) -> None:
         assert runner.ran == steps
 
 
+def drafting_worker(**change: Any) -> Any:
+    """As much of a V2 worker with drafts as verifying them looks at."""
+    given = {"v2": True, "speculative": object(), "pooling": False, "jit_warmup": True} | change
+    return types.SimpleNamespace(
+        use_v2_model_runner=given["v2"],
+        execute_model="execute",
+        sample_tokens="sample",
+        vllm_config=types.SimpleNamespace(
+            speculative_config=given["speculative"],
+            kernel_config=types.SimpleNamespace(enable_jit_warmup=given["jit_warmup"]),
+        ),
+        model_runner=types.SimpleNamespace(
+            kv_cache_config=types.SimpleNamespace(num_blocks=1000), is_pooling_model=given["pooling"]
+        ),
+    )
+
+
 @pytest.mark.parametrize(
-    ("warms_up", "error", "warning"),
+    ("change", "verifies", "warns"),
     [
-        (True, None, None),
-        (False, None, "enable_jit_warmup is off"),
-        (True, ValueError("no such kernel"), "ValueError: no such kernel"),
-        (True, torch.OutOfMemoryError("no"), None),
+        ({}, True, False),
+        ({"v2": False}, False, False),
+        ({"speculative": None}, False, False),
+        ({"pooling": True}, False, False),
+        ({"jit_warmup": False}, False, True),
+        ({"jit_warmup": False, "v2": False}, False, False),
     ],
 )
+def test_v2_drafts_are_verified_where_warm_up_has_run_that(
+    caplog: pytest.LogCaptureFixture, change: dict[str, Any], verifies: bool, warns: bool
+) -> None:
+    from vllm_integration.widest_step import _verifies_drafts
+
+    assert _verifies_drafts(drafting_worker(**change)) is verifies
+    assert ("enable_jit_warmup off" in caplog.text) is warns
+
+
+@pytest.mark.parametrize("error", [None, ValueError("no such kernel"), torch.OutOfMemoryError("no")])
 def test_v2_drafts_are_verified_within_the_backed_blocks(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    warms_up: bool,
-    error: Exception | None,
-    warning: str | None,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception | None
 ) -> None:
     """By vLLM's own warm-up, which needs a GPU: here it is replaced by what it was given."""
     from vllm.v1.worker.gpu import warmup
@@ -360,25 +385,13 @@ def test_v2_drafts_are_verified_within_the_backed_blocks(
             raise error
 
     monkeypatch.setattr(warmup, "warmup_kernels", warmup_kernels)
-    cache = types.SimpleNamespace(num_blocks=1000)
-    worker = types.SimpleNamespace(
-        device=types.SimpleNamespace(type="cuda"),
-        use_v2_model_runner=True,
-        execute_model="execute",
-        sample_tokens="sample",
-        vllm_config=types.SimpleNamespace(
-            speculative_config=object(), kernel_config=types.SimpleNamespace(enable_jit_warmup=warms_up)
-        ),
-        model_runner=types.SimpleNamespace(kv_cache_config=cache, is_pooling_model=False),
-    )
+    worker = drafting_worker()
     if isinstance(error, torch.OutOfMemoryError):
         with pytest.raises(torch.OutOfMemoryError):
             _verify_drafts(worker, 8)
     else:
         _verify_drafts(worker, 8)
-    assert seen == ([(8, "execute", "sample")] if warms_up else [])
-    assert cache.num_blocks == 1000
-    lines = [record.getMessage() for record in caplog.records if record.name == "vllm.extensible_kv"]
-    assert ["the rows of speculative decoding" in line and warning in line for line in lines[:1]] == (
-        [True] if warning else []
-    )
+    assert seen == [(8, "execute", "sample")]
+    assert worker.model_runner.kv_cache_config.num_blocks == 1000
+    told = "the rows of speculative decoding could not be measured" in caplog.text
+    assert told is isinstance(error, ValueError)

@@ -1,4 +1,4 @@
-"""The records of what KV connectors need of vLLM; `hooks` checks these with its own. No class is wrapped."""
+"""The records of what KV connectors need of vLLM; `hooks` checks these with its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OFFLOAD_WORKER = "vllm.v1.simple_kv_offload.worker"
 SINCE_ALIGNED = SINCE_RESTORE = ("0.33",)
 
 CONNECTORS_RELIED_ON = (
-    Target(STATE, "_KV_CONNECTOR_AGENT", None, "a stand-in is put here until the final commit"),
+    Target(STATE, "_KV_CONNECTOR_AGENT", None, "a stand-in is here while the cache is allocated"),
     Target(
         STATE,
         "ensure_kv_transfer_initialized",

@@ -144,7 +144,7 @@ def staging_reason(vllm_config: Any, handle_kind: str, has_rdma: bool) -> str | 
     if vllm_config.device_config.device_type != "cuda" or vllm_config.model_config.enable_cumem_allocator:
         return None
     for connector, transfer in _configured(vllm_config):
-        if not _is_over_ucx(connector, transfer) or (_only_reads(connector, transfer) and not has_rdma):
+        if not _is_over_ucx(connector, transfer) or _is_left_alone(connector, transfer, has_rdma):
             continue
         adapter = (
             "its RDMA adapter cannot reach those" if has_rdma else "no RDMA adapter is in /dev/infiniband"
@@ -180,24 +180,29 @@ def settle(sizing: Any, num_blocks: int) -> None:
         f", one allocation for each segment (shareable: {', '.join(kinds)})" if kinds else "",
     )
     if kinds not in ([], ["fabric"]) and vllm_config.device_config.device_type == "cuda":
-        _tell_of_ucx(vllm_config, ", ".join(kinds))
+        _tell_of_ucx(vllm_config, ", ".join(kinds), any(answer["has_rdma"] for answer in answers))
     # Since 0.33 the engine asks for this before warm-up, when there is no connector yet.
     cache_config = vllm_config.cache_config
     if getattr(cache_config, "simple_cpu_offload_num_blocks", None) is not None:
         cache_config.simple_cpu_offload_num_blocks = executor.get_simple_cpu_offload_num_blocks()
 
 
-def _tell_of_ucx(vllm_config: Any, kinds: str) -> None:
+def _tell_of_ucx(vllm_config: Any, kinds: str, has_rdma: bool) -> None:
     # Source: libuct_cuda of nixl-cu13 1.5.1, which exports such memory by a fabric handle or not at all.
     over_ucx = [leaf for leaf in _configured(vllm_config) if _is_over_ucx(*leaf)]
-    what = (
-        f"this machine gives no fabric handles ({kinds}), so NIXL's UCX cannot map the cache into another "
-        "process of the same host: blocks between such go over a network adapter or through host memory"
-    )
-    if any(not _only_reads(*leaf) for leaf in over_ucx):
-        logger.warning("Extensible KV cache: %s.", what)
+    if any(not _is_left_alone(*leaf, has_rdma) for leaf in over_ucx):
+        logger.warning(
+            "Extensible KV cache: this machine gives no fabric handles (%s), so NIXL's UCX cannot map the "
+            "cache into another process of the same host: blocks between such go over a network adapter or "
+            "through host memory.",
+            kinds,
+        )
     elif over_ucx:  # vLLM goes by each request, whatever the role
-        logger.info("Extensible KV cache: kv_consumer is taken to decode only. Would it prefill, %s.", what)
+        logger.info(
+            "Extensible KV cache: kv_consumer is taken to decode only. This machine gives no fabric handles "
+            "(%s), so blocks that another process of this host would read from it go through host memory.",
+            kinds,
+        )
 
 
 def _configured(vllm_config: Any) -> list[tuple[type, Any]]:
@@ -238,11 +243,11 @@ def _is_over_ucx(connector: type, transfer: Any) -> bool:
     return _is_kind_of(connector, NIXL) and transfer.kv_buffer_device != "cpu" and "UCX" in backends
 
 
-def _only_reads(connector: type, transfer: Any) -> bool:
-    """Return whether it is NIXL's decoding side, which fetches blocks itself and has none fetched from it.
+def _is_left_alone(connector: type, transfer: Any, has_rdma: bool) -> bool:
+    """Return whether no other process, nor an adapter, has to reach the cache: NIXL's decoding side reads.
 
-    Source: vLLM 0.29.0 to 0.33.0, kv_connector/v1/nixl/pull_scheduler.py. With NixlPushConnector, others
-    write. What UCX does on ROCm nobody has looked at.
+    Source: vLLM 0.29.0 to 0.33.0, kv_connector/v1/nixl/pull_scheduler.py: it fetches blocks itself, and has
+    none fetched from it. With NixlPushConnector, others write. What UCX does on ROCm nobody has looked at.
     """
     from vllm.platforms import current_platform
 
@@ -250,5 +255,6 @@ def _only_reads(connector: type, transfer: Any) -> bool:
         _is_vllms(connector, {"NixlConnector", "NixlPullConnector"})
         and transfer.kv_role == "kv_consumer"
         and not transfer.get_from_extra_config("bidirectional_kv_xfer", False)
+        and not has_rdma
         and not current_platform.is_rocm()
     )

@@ -25,8 +25,8 @@ def settle(sizing: Any, config: Any) -> Sizes:
     Raises
     ------
     SizingError
-        One request of `max_model_len` does not fit, nor the states of `max_num_seqs` Mamba sequences, or an
-        explicit size does not; both numbers are named.
+        One request of `max_model_len`, a state for each of `max_num_seqs` Mamba sequences, or an explicit
+        size does not fit; both numbers are named.
     """
     measured = sizing.rpc("ekv_measure")
     capacity = config.num_blocks

@@ -2,8 +2,8 @@
 
 `FLAG` goes in when the plugin is loaded; `ENGINE` in the process of the engine core, `CLIENT` in its front
 end and `ALLOCATION` in the workers, only when the switch is on or vLLM has loaded the module anyway.
-`RELIED_ON` is called, overridden by subclassing, or replaced while one call of ours runs, with
-`measure.replaced`. All of them are checked before the first one is applied.
+`RELIED_ON` is called, overridden by subclassing, or replaced for the time of one call. All of them are
+checked before the first one is applied.
 """
 
 from __future__ import annotations
@@ -178,6 +178,18 @@ RELIED_ON = (
     ),
     Target(UTILS, "generate_scheduler_kv_cache_config", ("kv_cache_configs",), "of the final size"),
     Target(UTILS, "update_kv_cache_capacity", ("vllm_config", "kv_cache_config"), "tokens and concurrency"),
+    Target(
+        "vllm.v1.kv_cache_interface",
+        "KVCacheConfig.has_mamba_layers",
+        (),
+        "whose states the final size must hold",
+    ),
+    Target(
+        "vllm.config.compilation",
+        "CUDAGraphMode.has_full_cudagraphs",
+        (),
+        "where they are captured, a block for each request",
+    ),
     Target(UTILS, "get_kv_cache_capacity", ("vllm_config", "kv_cache_config"), "blocks that a request needs"),
     Target(
         WORKER_UTILS,

@@ -169,7 +169,8 @@ class ExtensibleWorker(SleepingWorker):
         except Exception as error:  # of a connector's own, of any kind
             logger.exception("Extensible KV cache: rank %d could not set up its KV connector", self.rank)
             return {"rank": self.rank, "error": f"{type(error).__name__}: {error}"}
-        return {"rank": self.rank, "error": None, "handle_kind": self._ekv.handle_kind()}
+        found = {"handle_kind": self._ekv.handle_kind(), "has_rdma": worker_checks.has_rdma()}
+        return {"rank": self.rank, "error": None, **found}
 
     def ekv_report(self: Any) -> dict[str, Any] | None:
         """Return what was measured and committed, with the pool as plain data; or None without one."""

@@ -11,7 +11,7 @@ from vllm_integration.config import Options
 from vllm_integration.connectors import staging_reason, takes_one_size
 from vllm_integration.prefix import layer_specs
 
-__all__ = ["agreed", "agreed_least", "layout_reason", "reservable_bytes", "worker_reason"]
+__all__ = ["agreed", "agreed_least", "has_rdma", "layout_reason", "reservable_bytes", "worker_reason"]
 
 # What a container has been given; /sys/class/infiniband shows it the host's adapters all the same.
 RDMA_DEVICES = Path("/dev/infiniband")
@@ -39,7 +39,7 @@ def worker_reason(worker: Any, options: Options) -> str | None:
 def _staging_reason(worker: Any, options: Options, handle_kind: str) -> str | None:
     if options.host_staged_transfers:
         return None
-    return staging_reason(worker.vllm_config, handle_kind, _has_rdma())
+    return staging_reason(worker.vllm_config, handle_kind, has_rdma())
 
 
 def layout_reason(worker: Any, kv_cache_config: Any) -> str | None:
@@ -54,7 +54,8 @@ def layout_reason(worker: Any, kv_cache_config: Any) -> str | None:
     reason = _connector_reason(worker, kv_cache_config)
     # On ROCm vLLM's allocation runs kernels as well, which a plan without memory cannot; binding checks.
     if reason or current_platform.is_rocm():
-        return reason
+        heads_outermost = worker.cache_config.get_resolved_kv_cache_layout().name == "LHBNC"
+        return reason or _pieces_reason(worker, heads_outermost)
     for group in kv_cache_config.kv_cache_groups:
         if not getattr(group.kv_cache_spec, "has_layer_views", True):
             return f"{type(group.kv_cache_spec).__name__} lays out the cache by itself"
@@ -62,14 +63,14 @@ def layout_reason(worker: Any, kv_cache_config: Any) -> str | None:
     try:
         specs = view_specs_of_plan(kv_cache_config, worker.cache_config.get_resolved_kv_cache_layout())
         BlockLayout.from_views(0, size, specs)
-        return _pieces_reason(worker, [parse_view(s, 0, size, 0) for s in specs])
+        return _pieces_reason(worker, any(parse_view(s, 0, size, 0).outer_dims for s in specs))
     except ValueError as error:
         return f"the layers do not agree on where the blocks are: {error}"
 
 
-def _pieces_reason(worker: Any, views: list[Any]) -> str | None:
+def _pieces_reason(worker: Any, several: bool) -> str | None:
     name = getattr(worker.vllm_config.kv_transfer_config, "kv_connector", None)
-    if name is None or not any(view.outer_dims for view in views):
+    if name is None or not several:
         return None
     layout = worker.cache_config.get_resolved_kv_cache_layout().name
     return f"the KV connector {name} is given each layer in one piece, and {layout} has it in several"
@@ -141,7 +142,8 @@ def agreed_least(value: int) -> int:
     return int(least)
 
 
-def _has_rdma() -> bool:
+def has_rdma() -> bool:
+    """Return whether this process has an RDMA adapter."""
     try:
         return any(path.name.startswith("uverbs") for path in RDMA_DEVICES.iterdir())
     except OSError:
