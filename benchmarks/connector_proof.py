@@ -217,8 +217,10 @@ def default_records(
     yield truth(f"nixl_{name}_default_tokens_as_one_engine_without", tokens == _tokens(from_cache))
     prefills, decodes = (one["snapshot"] for one in default["started"])
     kind = prefills["reservations"][0]["handle_kind"] if prefills else "vLLM's normal cache"
-    # It reads: what it reads into needs no other process to map it. An adapter might have to reach it.
+    # The prefilling engine's memory is mapped, and the decoding one's is not. Adapters have to reach both.
     limit = None if has_rdma() else True
+    mapped = prefills is None or kind == "fabric"
+    yield truth(f"nixl_{name}_default_prefills_from_what_can_be_mapped", mapped, kind, limit=limit)
     found = decodes is not None
     yield truth(f"nixl_{name}_default_decodes_into_the_extensible_cache", found, limit=limit)
     (rate, note), (stock_rate, _) = _rate(default), _rate(stock)

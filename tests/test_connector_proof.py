@@ -8,10 +8,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
+import connector_proof
 from connector_proof import connector_records, default_records, pair_records
 
 OUTPUTS = [{"tokens": [301, 302], "logprobs": [[[301, -0.5], [9, -1.5]], [[302, -0.25], [9, -2.5]]]}]
 POOL = {"reservations": [{"handle_kind": "fd+rdma"}], "chunks": [{}], "segments": [{}]}
+FABRIC = POOL | {"reservations": [{"handle_kind": "fabric"}]}
 
 
 def run(gb_per_s: float, *snapshots: dict[str, Any] | None) -> dict[str, Any]:
@@ -41,8 +43,7 @@ def test_pair_with_the_extensible_cache_is_held_to_the_one_without() -> None:
     assert failed(found) == set()
     assert found["bandwidth_flag_vs_stock"]["value"] == pytest.approx(0.002)
     assert found["bandwidth_flag_vs_stock"]["limit"] is None  # without fabric handles
-    fabric = POOL | {"reservations": [{"handle_kind": "fabric"}]}
-    found = records(pair_records("one_gpu", run(0.5, fabric), run(250, None), OUTPUTS))
+    found = records(pair_records("one_gpu", run(0.5, FABRIC), run(250, None), OUTPUTS))
     assert failed(found) == {"bandwidth_flag_vs_stock"}
 
 
@@ -51,16 +52,26 @@ def test_pair_that_fell_back_is_told_and_the_rest_still_runs() -> None:
     assert failed(found) == {"flag_has_the_extensible_cache"}
 
 
+UNMAPPED, DECODES = "default_prefills_from_what_can_be_mapped", "default_decodes_into_the_extensible_cache"
+
+
 @pytest.mark.parametrize(
-    ("rate", "prefills", "decodes", "bad"),
+    ("rate", "prefills", "decodes", "rdma", "bad"),
     [
-        (200, None, POOL, set()),
-        (200, None, None, {"default_decodes_into_the_extensible_cache"}),
-        (0.5, POOL, POOL, {"bandwidth_default_vs_stock"}),
+        (200, None, POOL, False, set()),
+        (200, FABRIC, FABRIC, False, set()),
+        (200, None, None, False, {DECODES}),
+        (200, POOL, POOL, False, {UNMAPPED}),
+        (200, POOL, POOL, True, set()),
+        (200, None, None, True, set()),  # its adapter cannot reach reserved memory
+        (0.5, POOL, POOL, True, {"bandwidth_default_vs_stock"}),
     ],
 )
-def test_switch_alone_may_not_be_far_slower(rate: float, prefills: Any, decodes: Any, bad: set[str]) -> None:
+def test_switch_alone_is_not_far_slower_and_has_what_can_be_had(
+    monkeypatch: pytest.MonkeyPatch, rate: float, prefills: Any, decodes: Any, rdma: bool, bad: set[str]
+) -> None:
+    monkeypatch.setattr(connector_proof, "has_rdma", lambda: rdma)
     found = records(default_records("one_gpu", run(rate, prefills, decodes), run(250, None), OUTPUTS))
     assert failed(found) == bad
     kind = found["bandwidth_default_vs_stock"]["note"]
-    assert kind == ("fd+rdma" if prefills else "vLLM's normal cache")
+    assert kind == (prefills["reservations"][0]["handle_kind"] if prefills else "vLLM's normal cache")

@@ -69,7 +69,6 @@ class Ranks:
         capacity = self.pools[rank][0].capacity_blocks
         return {
             "rank": rank,
-            "full_graphs": self.captures[rank],
             "blocks": self.measured_blocks[rank],
             "blocks_free": self.free_blocks[rank],
             "capacity_bytes": capacity * self.block_bytes,
@@ -81,6 +80,9 @@ class Ranks:
             "used_bytes": 10 * MIB,
             "margin_bytes": 0,
         }
+
+    def ekv_captures_decode_steps(self, rank: int) -> bool:
+        return self.captures[rank]
 
     def ekv_commit(self, rank: int, blocks: int) -> dict[str, Any]:
         from allocator.errors import EkvError
@@ -253,6 +255,7 @@ def test_case_16_is_none_without_mamba_or_captured_decode_steps(
     vllm_config.scheduler_config.max_num_seqs = 1024
     some = ranks([512], **kept)
     assert settle(some, some.config).blocks == 512
+    assert ("ekv_captures_decode_steps" in some.calls) is kept["states"]
 
 
 def test_case_16_one_rank_that_captures_is_enough(ranks: Callable[..., Ranks], vllm_config: Any) -> None:
@@ -264,6 +267,19 @@ def test_case_16_one_rank_that_captures_is_enough(ranks: Callable[..., Ranks], v
     some.captures = [False, True]
     with pytest.raises(SizingError, match="max_num_seqs 1024 needs 1024 blocks"):
         settle(some, some.config)
+
+
+@pytest.mark.parametrize(
+    ("mode", "whole"), [("NONE", False), ("PIECEWISE", False), ("FULL_AND_PIECEWISE", True), ("FULL", True)]
+)
+def test_case_16_worker_says_whether_decode_steps_are_captured_whole(mode: str, whole: bool) -> None:
+    from vllm.config import CompilationConfig
+
+    from vllm_integration.worker import ExtensibleWorker
+
+    config = types.SimpleNamespace(compilation_config=CompilationConfig(cudagraph_mode=mode))
+    worker = types.SimpleNamespace(vllm_config=config)
+    assert ExtensibleWorker.ekv_captures_decode_steps(worker) is whole
 
 
 @pytest.mark.parametrize("fits", [50, 30])

@@ -63,16 +63,12 @@ class Started:
     """A GPU worker's cache after its profile, before warm-up, of which 2 blocks are backed."""
 
     def __init__(self, device: Device, share: float, explicit: int | None, library: int) -> None:
-        from vllm.config import CompilationConfig
-
         free = device.free_bytes(None)
         self.device, self.explicit = device, explicit
         self.worker = types.SimpleNamespace(
             device=types.SimpleNamespace(type="cuda", index=0),
             rank=0,
-            vllm_config=types.SimpleNamespace(
-                kv_transfer_config=None, compilation_config=CompilationConfig(cudagraph_mode="NONE")
-            ),
+            vllm_config=types.SimpleNamespace(kv_transfer_config=None),
             cache_config=types.SimpleNamespace(kv_cache_memory_bytes=explicit, num_gpu_blocks_override=None),
             requested_memory=int(device.total * share),
             init_snapshot=types.SimpleNamespace(free_memory=free),
@@ -214,19 +210,6 @@ def test_case_4_eight_ranks_hold_no_more_than_was_requested(start: Callable[...,
     assert found == sorted(found, reverse=True) and found[0] > found[7]
     held = [CONTEXT + WEIGHTS + library + STEP + min(found) * BLOCK for library in libraries]
     assert max(held) + MARGIN <= 0.95 * total < max(held) + MARGIN + BLOCK
-
-
-@pytest.mark.parametrize(
-    ("mode", "full"), [("NONE", False), ("PIECEWISE", False), ("FULL_AND_PIECEWISE", True), ("FULL", True)]
-)
-def test_case_16_worker_says_whether_decode_steps_are_captured_whole(
-    start: Callable[..., Started], mode: str, full: bool
-) -> None:
-    from vllm.config import CompilationConfig
-
-    started = start()
-    started.worker.vllm_config.compilation_config = CompilationConfig(cudagraph_mode=mode)
-    assert started.ekv_measure()["full_graphs"] is full
 
 
 def test_case_5_what_the_sampler_keeps_after_capture_counts(start: Callable[..., Started]) -> None:

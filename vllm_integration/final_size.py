@@ -34,12 +34,11 @@ def settle(sizing: Any, config: Any) -> Sizes:
     told = any(p["explicit"] for p in sizing.proposals) or cache_config.num_gpu_blocks_override is not None
     if told:
         _check_explicit(measured, capacity)
-        planned, blocks = None, capacity
+        blocks, states = capacity, 0  # vLLM's own check has seen that size
     else:
-        planned = _plan(sizing, measured)
-        blocks = min(capacity, planned[0].num_blocks)
-        _check_states(sizing, config, measured, blocks)
-    blocks, commits = _commit(sizing, config, blocks, measured, may_shrink=not told)
+        blocks, states = min(capacity, _plan(sizing, measured)[0].num_blocks), _state_blocks(sizing, config)
+        _check_states(states, blocks)
+    blocks, commits = _commit(sizing, config, blocks, measured, states, may_shrink=not told)
     _correct(sizing, config, blocks, measured)
     return Sizes(blocks, measured, commits)
 
@@ -125,29 +124,28 @@ def _check_explicit(measured: list[dict[str, Any]], blocks: int) -> None:
             )
 
 
-def _state_blocks(sizing: Any, config: Any, measured: list[dict[str, Any]]) -> int:
+def _state_blocks(sizing: Any, config: Any) -> int:
     """Return the blocks that vLLM asks for where it captures whole decode steps of Mamba layers, or 0.
 
     Source: vLLM 0.29.0 to 0.33.0, config/compilation.py. Its own check has seen the reservation only.
     """
-    captured = any(found["blocks"] is not None and found["full_graphs"] for found in measured)
-    return sizing.vllm_config.scheduler_config.max_num_seqs if captured and config.has_mamba_layers else 0
+    captures = config.has_mamba_layers and any(sizing.rpc("ekv_captures_decode_steps"))
+    return sizing.vllm_config.scheduler_config.max_num_seqs if captures else 0
 
 
-def _check_states(sizing: Any, config: Any, measured: list[dict[str, Any]], blocks: int) -> None:
+def _check_states(states: int, blocks: int) -> None:
     from allocator.sizing import SizingError
 
-    needed = _state_blocks(sizing, config, measured)
-    if blocks < needed:
+    if blocks < states:
         raise SizingError(
-            f"max_num_seqs {needed} needs {needed} blocks, one for the state of each sequence in the Mamba "
+            f"max_num_seqs {states} needs {states} blocks, one for the state of each sequence in the Mamba "
             f"layers whose decode steps are captured, and {blocks} blocks of the KV cache fit after warm-up: "
             f"lower max_num_seqs to at most {blocks}, or raise gpu_memory_utilization"
         )
 
 
 def _commit(
-    sizing: Any, config: Any, blocks: int, measured: list[dict[str, Any]], *, may_shrink: bool
+    sizing: Any, config: Any, blocks: int, measured: list[dict[str, Any]], states: int, *, may_shrink: bool
 ) -> tuple[int, list[dict[str, Any]]]:
     """Commit on every worker or on none, falling back to what fits while that serves one request."""
     from allocator.sizing import SizingError
@@ -156,7 +154,6 @@ def _commit(
     fitted = model_config.original_max_model_len == -1  # one request is as long as the cache allows
     least = 2 if fitted else required_blocks(sizing.vllm_config, config)
     request = "any request" if fitted else f"one request of max_model_len {model_config.max_model_len}"
-    states = _state_blocks(sizing, config, measured)
     if states > least:
         least, request = states, f"max_num_seqs {states} with Mamba layers"
     for attempt in range(1, MAX_ATTEMPTS + 1):

@@ -154,6 +154,10 @@ class ExtensibleWorker(SleepingWorker):
         """Run the widest step, and return what the cache may hold."""
         return self._ekv.measure(self)
 
+    def ekv_captures_decode_steps(self: Any) -> bool:
+        """Return whether graphs of whole decode steps were captured, which the runner settles."""
+        return bool(self.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs())
+
     def ekv_commit(self: Any, num_blocks: int) -> dict[str, Any]:
         """Back the first `num_blocks` blocks; the answer says whether it worked."""
         return self._ekv.commit(self, num_blocks)

@@ -52,28 +52,31 @@ def layout_reason(worker: Any, kv_cache_config: Any) -> str | None:
     if not kv_cache_config.kv_cache_tensors:
         return None
     reason = _connector_reason(worker, kv_cache_config)
-    # On ROCm vLLM's allocation runs kernels as well, which a plan without memory cannot; binding checks.
-    if reason or current_platform.is_rocm():
-        heads_outermost = worker.cache_config.get_resolved_kv_cache_layout().name == "LHBNC"
-        return reason or _pieces_reason(worker, heads_outermost)
+    if reason:
+        return reason
+    layout = worker.cache_config.get_resolved_kv_cache_layout()
+    # On ROCm vLLM's allocation runs kernels as well, which a plan without memory cannot; binding checks. What
+    # a connector is given has to be known before: with several heads this layout has a layer in pieces.
+    if current_platform.is_rocm():
+        return _pieces_reason(worker, layout) if layout.name == "LHBNC" else None
     for group in kv_cache_config.kv_cache_groups:
         if not getattr(group.kv_cache_spec, "has_layer_views", True):
             return f"{type(group.kv_cache_spec).__name__} lays out the cache by itself"
     size = kv_cache_config.kv_cache_tensors[0].size
     try:
-        specs = view_specs_of_plan(kv_cache_config, worker.cache_config.get_resolved_kv_cache_layout())
+        specs = view_specs_of_plan(kv_cache_config, layout)
         BlockLayout.from_views(0, size, specs)
-        return _pieces_reason(worker, any(parse_view(s, 0, size, 0).outer_dims for s in specs))
+        in_pieces = any(parse_view(s, 0, size, 0).outer_dims for s in specs)
+        return _pieces_reason(worker, layout) if in_pieces else None
     except ValueError as error:
         return f"the layers do not agree on where the blocks are: {error}"
 
 
-def _pieces_reason(worker: Any, several: bool) -> str | None:
+def _pieces_reason(worker: Any, layout: Any) -> str | None:
     name = getattr(worker.vllm_config.kv_transfer_config, "kv_connector", None)
-    if name is None or not several:
+    if name is None:
         return None
-    layout = worker.cache_config.get_resolved_kv_cache_layout().name
-    return f"the KV connector {name} is given each layer in one piece, and {layout} has it in several"
+    return f"the KV connector {name} is given each layer in one piece, and {layout.name} has it in several"
 
 
 def _connector_reason(worker: Any, kv_cache_config: Any) -> str | None:

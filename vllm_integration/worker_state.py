@@ -155,7 +155,6 @@ class WorkerCache:
         self.measured = {
             "rank": self.rank,
             "explicit": self.explicit,
-            "full_graphs": worker.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs(),
             "blocks": pool.max_blocks_within(budget),
             # What an explicit size may take: anything but the memory that the widest step needs.
             "blocks_free": pool.max_blocks_within(free + committed),
